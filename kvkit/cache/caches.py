@@ -171,6 +171,7 @@ class Cache(BaseCache):
         weights: Sequence[Array] | None = None,
         renumber: bool = False,
         rope: Any = None,
+        attention_mask: Array | None = None,
         **options: Any,
     ) -> compression.Report:
         """Keep the tokens with the best scores in every layer, and free the memory of the other tokens.
@@ -205,6 +206,12 @@ class Cache(BaseCache):
             Whether the remaining tokens get the positions 0, 1, 2, ...; rotated keys need a `rope` for that.
         rope : Rope, "none" or list of them, optional
             As in `shift`.
+        attention_mask : ndarray of bool, shape [B, n], optional
+            False for padding, with a column for each position up to `get_seq_length`, as `attend` takes it.
+            Each row is scored without its padding, as if it were alone, and a function is called for such
+            rows. Padding never stays, shares and counts are of the other tokens, and a row with no more
+            tokens than the scorer always keeps stays whole. Where rows share a choice, columns that are
+            tokens in more rows stay first.
         **options
             Options of the scorer. A scorer with an option `first`, `last` or `threshold` gets that argument.
 
@@ -231,7 +238,7 @@ class Cache(BaseCache):
         """
         request = compression.Compression(
             scorer, keep, count, budget, queries, weights, per_head=per_head, renumber=renumber,
-            rope=self._ropes(rope),
+            rope=self._ropes(rope), attention_mask=attention_mask,
             **compression.split_options(scorer, options, first=first, last=last, threshold=threshold),
         )  # fmt: skip
         if not compression.chooses_by_head(self.layers, request):

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kvkit.cache.padding import (
+    UnpaddedRow,
+    best_columns,
+    checked_mask,
+    column_means,
+    real_tokens,
+    request_for_row,
+)
 from kvkit.checks.values import flag, integer
 from kvkit.errors import KvkitError, argument_error, describe
 from kvkit.eviction.inputs import scores_array
+from kvkit.eviction.padding import score_rows, single_rows
 from kvkit.eviction.scorers import SCORERS, Scorer, scorer_of, scores
-from kvkit.eviction.selection import budgets, kept_count, select
+from kvkit.eviction.selection import budgets, kept_count
 from kvkit.typed import Array
 
 WINDOW, EMPTY = "a window evicts already", "no tokens"
@@ -69,6 +78,7 @@ class Compression:
     threshold: ArrayLike | None = None
     first: int = 0
     last: int = 0
+    attention_mask: Array | None = None  # bool [B, n]: False for padding, by position
 
 
 def split_options(scorer: Any, options: dict[str, Any], **arguments: Any) -> dict[str, Any]:
@@ -92,16 +102,18 @@ def chooses_by_head(layers: Sequence[Any], request: Compression) -> bool:
 def compress(layers: Sequence[Any], rearrange: Callable[[list[Any]], None], request: Compression) -> Report:
     """Compress layers. All are scored and planned before `rearrange` changes any."""
     skipped = {i: reason for i, layer in enumerate(layers) if (reason := reason_to_skip(layer))}
+    chosen = [i for i in range(len(layers)) if i not in skipped]
     if flag("renumber", request.renumber) and skipped:
         wanted = "False beside layers that stay as they are"
         raise argument_error("renumber", wanted, f"True, and layers {sorted(skipped)}")
-    function = score_function(layers, request)
+    mask = checked_mask(request.attention_mask, [layers[i] for i in chosen])
+    request = replace(request, attention_mask=mask)
+    score_function(layers, request)  # raises if an input is missing
     plans: dict[int, Any] = {}
-    stored = {i: layer.stored_tokens for i, layer in enumerate(layers) if i not in skipped}
+    stored = {i: count_columns(layers[i], mask) for i in chosen}
     for i, count in layer_counts(stored, len(layers), request).items():
-        mean = mean_scores(function, layers[i], i, count)
-        rows = select(mean, count=count, first=request.first, last=request.last)
-        positions = layers[i].positions[np.asarray(rows)[0, 0]]  # `rows` are [1, 1, count], for all heads
+        rows = rows_to_keep([layers[i]], layers, count, request)
+        positions = layers[i].positions[rows]
         plan = layers[i].plan("retain", positions, renumber=request.renumber, rope=request.rope[i])
         plans[i] = plan._replace(frees=True)
     tokens, before = [layer.stored_tokens for layer in layers], sum(layer.nbytes for layer in layers)
@@ -129,10 +141,13 @@ def compress_sequences(
     if not stored:
         none = [0] * len(layers)
         return Report(none, none, cache.nbytes, cache.nbytes, dict.fromkeys(range(len(layers)), EMPTY))
-    function, count = score_function(layers, request), kept_count(stored, request.keep, request.count)
-    scored = [mean_scores(function, layer, i, count) for i, layer in enumerate(layers)]
-    rows = select(np.mean(scored, 0), count=count)
-    positions = layers[0].positions[np.asarray(rows)[0, 0]]
+    mask = checked_mask(request.attention_mask, layers[:1])
+    request = replace(request, attention_mask=mask)
+    columns, count = count_columns(layers[0], mask), request.count
+    if mask is not None and count is not None:
+        count = min(integer("count", count, 1, stored), columns)
+    count = kept_count(columns, request.keep, count)
+    positions = layers[0].positions[rows_to_keep(layers, layers, count, request)]
     before = cache.nbytes
     rearrange(plan("retain", positions, renumber=request.renumber))
     after = sequences[0].length
@@ -150,6 +165,11 @@ class SequencesLayer:
             self.positions, self.rope_shifts = first.positions, first.rope_shifts
             self.rope = (first.ropes or cache.ropes)[layer_idx]
 
+    @property
+    def batch_size(self) -> int:
+        """Return the number of sequences."""
+        return len(self._sequences)
+
     def get_seq_length(self) -> int:
         """Return the position of the next token."""
         return int(self._sequences[0].next_position)
@@ -162,10 +182,47 @@ class SequencesLayer:
         return tuple(side.reshape(*shape, *side.shape[1:]).swapaxes(1, 2) for side in sides)
 
 
-def mean_scores(function: ScoreOf, layer: Any, number: int, count: int) -> Array:
-    """Return the mean scores of a layer's tokens over heads and rows of the batch, float64 [1, 1, S]."""
-    scores = layer_scores(function, layer.stored_tokens, number, count)
-    return scores.mean((0, 1), dtype=np.float64)[None, None]
+def count_columns(layer: Any, mask: Array | None) -> int:
+    """Return in how many of a layer's columns some row has a token that is no padding."""
+    return int(real_tokens(layer, mask).any((0, 1)).sum())
+
+
+def rows_to_keep(sharing: Sequence[Any], layers: Sequence[Any], count: int, request: Compression) -> Array:
+    """Return the ascending rows that some layers keep together, of all `layers` of the request.
+
+    All heads and rows of the batch share them, by mean scores.
+    """
+    real = real_tokens(sharing[0], request.attention_mask)[:, 0]  # [B, S]
+    numbers = [i for i, layer in enumerate(layers) if any(layer is each for each in sharing)]
+    counts = [count] * len(real)
+    means = [column_means(scores_of(layers, i, counts, request), real) for i in numbers]
+    first, last = integer("first", request.first, 0), integer("last", request.last, 0)
+    return best_columns(np.mean(means, 0), real, count, first, last)
+
+
+def scores_of(layers: Sequence[Any], number: int, counts: Sequence[int], request: Compression) -> Array:
+    """Return the scores of a layer's tokens, [B, Hkv, S]; those of padding are -inf.
+
+    `counts` has how many tokens stay in each row of the batch; one number for all without a mask.
+    """
+    layer, mask = layers[number], request.attention_mask
+    if mask is None:
+        return layer_scores(score_function(layers, request), layer.stored_tokens, number, counts[0])
+    real, states = real_tokens(layer, mask)[:, 0], stored_states(layer)
+
+    def score(rows: Array, columns: Array) -> Array:
+        b = int(rows[0])
+        keys, values = (side[b : b + 1, :, columns] for side in states)
+        row = UnpaddedRow(layer, (keys, values), layer.positions[columns], mask[b])
+        return scores_of_row(row, number, counts[b], request_for_row(request, number, b, columns, real[b]))
+
+    return score_rows(single_rows(real), states[0].shape[:3], score)
+
+
+def scores_of_row(row: UnpaddedRow, number: int, count: int, request: Compression) -> Array:
+    """Return the scores of a row of layer `number`, of which `count` tokens stay at most."""
+    function, tokens = score_function([row], request), row.stored_tokens
+    return layer_scores(lambda _, kept: function(0, kept), tokens, number, min(count, tokens))
 
 
 def layer_scores(function: ScoreOf, tokens: int, number: int, count: int) -> Array:
@@ -209,6 +266,8 @@ def layer_counts(stored: dict[int, int], num_layers: int, request: Compression) 
         raise argument_error("budget", BUDGETS, describe(counts))
     if request.keep is not None or request.count is not None:
         raise argument_error("budget", "a count for each layer, or else keep", "both")
+    if request.attention_mask is not None:  # counts of all columns; padding never stays
+        counts = np.array([min(count, stored.get(i, count)) for i, count in enumerate(counts)])
     return {i: kept_count(tokens, None, counts[i]) for i, tokens in stored.items()}
 
 

@@ -16,18 +16,20 @@ from kvkit.cache.compression import (
     BUDGETS,
     Compression,
     Report,
-    ScoreOf,
     layer_counts,
-    layer_scores,
     reason_to_skip,
     score_function,
+    scores_of,
+    scores_of_row,
     stored_states,
 )
 from kvkit.cache.layers.dynamic import DynamicLayer
+from kvkit.cache.padding import UnpaddedRow, checked_mask, real_tokens, request_for_row
 from kvkit.cache.paged.ragged import HeadStates, RaggedLayer
 from kvkit.checks.values import flag, integer
 from kvkit.errors import argument_error, describe
 from kvkit.eviction.inputs import refuse_first
+from kvkit.eviction.padding import score_rows, single_rows, stays_whole
 from kvkit.eviction.selection import LARGEST, ada_counts, per_head, shared_counts, take, with_protected
 from kvkit.typed import Array
 
@@ -44,15 +46,17 @@ def compress_by_head(layers: Sequence[Any], request: Compression) -> tuple[list[
         if type(layers[i]) not in (DynamicLayer, RaggedLayer):
             wanted = "a DynamicLayer or RaggedLayer, to keep tokens head by head"
             raise argument_error("budget", wanted, f"layer {i}, a {type(layers[i]).__name__}")
-    tokens = {i: head_lengths(layers[i]) for i in chosen}
-    means = mean_counts(tokens, len(layers), request)
-    function = score_function(layers, request)
+    mask = checked_mask(request.attention_mask, [layers[i] for i in chosen])
+    request = replace(request, attention_mask=mask)
+    real = {i: heads_tokens(layers[i], mask) for i in chosen}
+    of_rows = means_of_rows(real, len(layers), request)
+    score_function(layers, request)  # raises if an input is missing
     first, last = integer("first", request.first, 0), integer("last", request.last, 0)
-    scored = {
-        i: with_protected(scores_of_heads(function, layers[i], i, means[i], request), tokens[i], first, last)
-        for i in chosen
-    }
-    staying = rows_that_stay(scored, tokens, means, len(layers), request)
+    scored = {}
+    for i in chosen:
+        scores = scores_of_heads(layers, i, [means[i] for means in of_rows], request)
+        scored[i] = with_protected(scores, real[i], first, last)
+    staying = rows_of_batch(scored, real, of_rows, len(layers), request)
     changed = {i: ragged_layer(layers[i], rows, request.rope[i]) for i, rows in staying.items()}
     new = [changed.get(i, layer) for i, layer in enumerate(layers)]
     before, after = (sum(layer.nbytes for layer in some) for some in (layers, new))
@@ -65,12 +69,11 @@ def count_tokens(layer: Any) -> Any:
     return layer.lengths.tolist() if isinstance(layer, RaggedLayer) else layer.stored_tokens
 
 
-def head_lengths(layer: Any) -> Array:
-    """Return how many tokens each head of a layer stores, int64 [B, Hkv]."""
-    if isinstance(layer, RaggedLayer):
-        return layer.lengths
-    batch, heads, tokens, _ = layer.keys.shape
-    return np.full((batch, heads), tokens)
+def heads_tokens(layer: Any, mask: Array | None) -> Array:
+    """Return which tokens each head of a layer stores that are no padding, bool [B, Hkv, longest]."""
+    real = real_tokens(layer, mask)
+    heads = real.shape[1] if isinstance(layer, RaggedLayer) else layer.keys.shape[1]
+    return np.broadcast_to(real, (len(real), heads, real.shape[2]))
 
 
 def mean_counts(tokens: dict[int, Array], num_layers: int, request: Compression) -> dict[int, int]:
@@ -84,7 +87,7 @@ def mean_counts(tokens: dict[int, Array], num_layers: int, request: Compression)
         if (request.keep, request.count) != (None, None):
             raise argument_error("budget", "a count for each head, or else keep", "both")
         counts = numbers_by_head("budget", request.budget, tokens, num_layers, "iu")
-        return {i: max(1, int(count.mean())) for i, count in counts.items()}
+        return {i: max(1, int(np.minimum(count, tokens[i]).mean())) for i, count in counts.items()}
     if isinstance(request.budget, str) and request.budget in ("ada", "global"):
         request = replace(request, budget="uniform")  # the same mean in each layer, divided among heads later
     return layer_counts(stored, num_layers, request)
@@ -105,83 +108,89 @@ def numbers_by_head(
     return {i: per_head(name, own[i], lengths.shape, kinds) for i, lengths in tokens.items()}
 
 
-def scores_of_heads(function: ScoreOf, layer: Any, number: int, count: int, request: Compression) -> Array:
-    """Return the scores of a layer, float [B, Hkv, longest]; -inf after the last token of a head.
+def scores_of_heads(layers: Sequence[Any], number: int, counts: Sequence[int], request: Compression) -> Array:
+    """Return the scores of a layer, float [B, Hkv, longest]; -inf for padding and after a head's last token.
 
-    Heads of a ragged layer are scored one by one.
+    Heads of a ragged layer are scored one by one. `counts` are as in `scores_of`.
     """
+    layer, mask = layers[number], request.attention_mask
     if not isinstance(layer, RaggedLayer):
-        return layer_scores(function, layer.stored_tokens, number, count)
-    batch, heads = layer.lengths.shape
-    scores = np.full((batch, heads, layer.stored_tokens), -np.inf)
-    flat = scores.reshape(-1, scores.shape[2])  # a row for each head
-    for i, (own, states) in enumerate(zip(flat, layer.heads_states(), strict=True)):
-        head, stored = HeadLayer(states, layer), len(states.positions)
-        if stored:
-            of_head = request_for_head(request, number, divmod(i, heads), heads, stored)
-            own[:stored] = layer_scores(score_function([head], of_head), stored, 0, min(count, stored))
-    return scores
+        return scores_of(layers, number, counts, request)
+    states, heads, length = layer.heads_states(), layer.lengths.shape[1], layer.get_seq_length()
+    real = heads_tokens(layer, mask).reshape(-1, layer.stored_tokens)  # a row for each head
+
+    def score(head: Array, columns: Array) -> Array:
+        b, h = divmod(int(head[0]), heads)
+        keys, values, positions = (part[columns] for part in states[head[0]])
+        own = UnpaddedRow(
+            layer, (keys[None, None], values[None, None]), positions, mask if mask is None else mask[b]
+        )
+        visible = np.ones(length, bool) if mask is None else mask[b]
+        of_head = request_for_row(request, number, b, columns, visible, (h, heads))
+        return scores_of_row(own, number, counts[0 if mask is None else b], of_head)
+
+    scores = score_rows(single_rows(real), (len(real), 1, real.shape[1]), score, spares=mask is not None)
+    return scores.reshape(-1, heads, real.shape[1])
 
 
-class HeadLayer:
-    """Gives scorers the tokens of a ragged layer that one key head of one row of the batch stores."""
-
-    window = None
-
-    def __init__(self, states: HeadStates, layer: RaggedLayer) -> None:
-        self.positions, self.stored_tokens = states.positions, len(states.positions)
-        self.rope, self.rope_shifts = layer.rope, np.empty((0, 3), np.int64)
-        self._states, self._layer = states, layer
-
-    def get_seq_length(self) -> int:
-        """Return the position of the next token."""
-        return self._layer.get_seq_length()
-
-    def stored(self) -> tuple[Array, Array]:
-        """Return keys and values, [1, 1, tokens, D]."""
-        return self._states.keys[None, None], self._states.values[None, None]
+def means_of_rows(real: dict[int, Array], num_layers: int, request: Compression) -> list[dict[int, int]]:
+    """Return `mean_counts` for each row of the batch, as beside padding; without a mask for all together."""
+    if request.attention_mask is None:
+        return [mean_counts({i: own.sum(-1) for i, own in real.items()}, num_layers, request)]
+    return [
+        mean_counts(
+            {i: own[b : b + 1].sum(-1) for i, own in real.items()}, num_layers, request_of_row(request, b)
+        )
+        for b in range(len(request.attention_mask))
+    ]
 
 
-def request_for_head(
-    request: Compression, number: int, head: tuple[int, int], heads: int, tokens: int
-) -> Compression:
-    """Return the arguments of `compress` for one head of a layer; `head` is (row of the batch, key head)."""
-    b, h = head
+def rows_of_batch(
+    scored: dict[int, Array],
+    real: dict[int, Array],
+    means: list[dict[int, int]],
+    num_layers: int,
+    request: Compression,
+) -> dict[int, list[Array]]:
+    """Return the numbers of the rows that each head of each layer keeps, ascending.
 
-    def of_head(arrays: Any) -> Any:
-        """Return a list with the part of one layer that belongs to the query heads of the head."""
-        if arrays is None:
-            return None
-        group = arrays[number].shape[1] // heads
-        return [arrays[number][b : b + 1, h * group : (h + 1) * group]]
+    Beside padding, budgets are shares of the tokens of each row of the batch.
+    """
+    if request.attention_mask is None:
+        return rows_that_stay(scored, real, means[0], num_layers, request)
+    rows: dict[int, list[Array]] = {i: [] for i in scored}
+    for b, means_of_row in enumerate(means):
+        scored_row, real_row = ({i: own[b : b + 1] for i, own in each.items()} for each in (scored, real))
+        staying = rows_that_stay(scored_row, real_row, means_of_row, num_layers, request_of_row(request, b))
+        for i, of_heads in staying.items():
+            whole = stays_whole(scored_row[i][real_row[i]])  # too few tokens for the scorer
+            rows[i] += [np.flatnonzero(tokens) for tokens in real_row[i][0]] if whole else of_heads
+    return rows
 
-    scorer: Any = request.scorer
-    if callable(scorer):
-        function = scorer
 
-        def scorer(_: int, *states: Any) -> Array:
-            return function(number, *states)
-
-    elif not isinstance(scorer, str):
-        scorer = [np.asarray(scorer[number])[b : b + 1, h : h + 1, :tokens]]
-    weights = of_head(request.weights)
-    weights = weights and [weights[0][..., :tokens]]  # without the padding to the longest head
-    return replace(request, scorer=scorer, queries=of_head(request.queries), weights=weights)
+def request_of_row(request: Compression, b: int) -> Compression:
+    """Return the arguments of `compress` with the budget and the threshold of one row of the batch."""
+    numbers: dict[str, Any] = {"budget": request.budget, "threshold": request.threshold}
+    of_row: dict[str, Any] = {
+        name: np.asarray(array)[:, b : b + 1] if np.ndim(array) == 3 else array
+        for name, array in numbers.items()
+    }
+    return replace(request, **of_row)
 
 
 def rows_that_stay(
     scored: dict[int, Array],
-    tokens: dict[int, Array],
+    real: dict[int, Array],
     means: dict[int, int],
     num_layers: int,
     request: Compression,
 ) -> dict[int, list[Array]]:
     """Return the numbers of the rows that each head of each layer keeps, ascending."""
+    tokens = {i: own.sum(-1) for i, own in real.items()}
     if request.threshold is not None:
         bounds, rows = numbers_by_head("threshold", request.threshold, tokens, num_layers, "fiu"), {}
         for i, scores in scored.items():
-            stored = np.arange(scores.shape[2]) < tokens[i][..., None]
-            staying = stored & (scores >= np.minimum(bounds[i], LARGEST)[..., None])
+            staying = real[i] & (scores >= np.minimum(bounds[i], LARGEST)[..., None])
             rows[i] = [np.flatnonzero(head) for head in staying.reshape(-1, staying.shape[2])]
         return rows
     counts = counts_of_heads(scored, tokens, means, num_layers, request)
@@ -201,8 +210,9 @@ def counts_of_heads(
     if name is None and np.ndim(budget) > 1:
         counts = numbers_by_head("budget", budget, tokens, num_layers, "iu")
         for i, own in counts.items():
-            refuse_first("budget", own, (own < 0) | (own > tokens[i]), f"counts of 0 to {tokens[i].max()}")
-        return counts
+            most = tokens[i] if request.attention_mask is None else scored[i].shape[2]  # padding never stays
+            refuse_first("budget", own, (own < 0) | (own > most), f"counts of 0 to {np.max(most)}")
+        return {i: np.minimum(own, tokens[i]) for i, own in counts.items()}
     if name == "ada":
         counts = {i: ada_counts(scores, means[i]) for i, scores in scored.items()}
     elif name == "global":

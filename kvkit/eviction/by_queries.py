@@ -91,8 +91,12 @@ def quest(inputs: Inputs, *, page: int = 16) -> Array:
     page = integer("page", page, 1)
     starts = np.arange(0, inputs.tokens, page)
     query = inputs.last_queries(1)  # [B, Hkv, G, 1, D]
-    high, low = (rule.reduceat(inputs.keys, starts, axis=2)[:, :, None] for rule in (np.maximum, np.minimum))
+    keys = (
+        inputs.keys if inputs.real is None else np.where(inputs.real[:, None, :, None], inputs.keys, np.nan)
+    )
+    high, low = (rule.reduceat(keys, starts, axis=2)[:, :, None] for rule in (np.fmax, np.fmin))
     bounds = np.maximum(query * high, query * low).sum(-1, dtype=np.float64)  # [B, Hkv, G, pages]
+    bounds = np.where(np.isnan(bounds), -np.inf, bounds)  # of pages with padding alone
     return bounds.reshape(len(bounds), -1, len(starts))
 
 

@@ -80,6 +80,6 @@ def critical(
     for b, h in np.ndindex(batch, heads):
         for projection in weights[h * group : (h + 1) * group]:
             sizes[b, h] += np.abs(inputs.values[b, h] @ projection).sum(-1, dtype=np.float64) / group
-    result = (scores + 1e-4) * sizes
+    result = np.where(np.isposinf(scores), np.inf, (scores + 1e-4) * sizes)
     np.put_along_axis(result, best(scores, int(keep * tokens * first)), np.inf, -1)
     return result

@@ -10,6 +10,7 @@ from kvkit.checks.values import integer
 from kvkit.errors import argument_error, describe
 from kvkit.eviction.arithmetic import mean_of_groups
 from kvkit.eviction.inputs import finite_floats
+from kvkit.eviction.padding import checked_padding
 from kvkit.eviction.selection import best
 from kvkit.typed import Array
 
@@ -50,7 +51,7 @@ class H2O:
         self._sums: Any = None  # of the weights of each stored token, float64 [B, Hkv, stored]
         self._next = 0  # the next token's position
 
-    def add(self, weights: Array) -> Array:
+    def add(self, weights: Array, attention_mask: Array | None = None) -> Array:
         """Add the weights of new queries; return which tokens to drop.
 
         Parameters
@@ -58,6 +59,9 @@ class H2O:
         weights : ndarray, shape [B, Hq, stored] or [B, Hq, q, stored]
             The weights of each query, or their sums over queries. The stored tokens are those that the last
             call kept, in order, then the new ones.
+        attention_mask : ndarray of bool, shape [B, n], optional
+            False for padding, with a column for each position so far. Padding is no heavy hitter while there
+            are other tokens.
 
         Returns
         -------
@@ -78,12 +82,16 @@ class H2O:
         sums = mean_of_groups(added, heads)
         if self._sums is not None:
             sums[..., : old.shape[2]] += self._sums
-        self._next += len(new)
         dropped = max(0, stored - self.heavy - self.recent)
         rows = np.broadcast_to(np.arange(stored), positions.shape)  # those that stay
         if dropped:
-            heavy = best(sums[..., : -self.recent], self.heavy)
+            ranked = sums
+            if attention_mask is not None:
+                mask = checked_padding(attention_mask, (batch, self._next + len(new)), "all positions")
+                ranked = np.where(mask[np.arange(batch)[:, None, None], positions], sums, -np.inf)
+            heavy = best(ranked[..., : -self.recent], self.heavy)
             rows = np.concatenate((heavy, rows[..., -self.recent :]), -1)
+        self._next += len(new)
         leaves = np.ones(positions.shape, bool)
         np.put_along_axis(leaves, rows, False, -1)
         self.positions = np.take_along_axis(positions, rows, -1)
@@ -99,12 +107,16 @@ class Decoding:
         self.interval, self.target = integer("interval", interval, 1), integer("target", target, 1)
         self.steps = 0
 
-    def __call__(self, cache: Any, queries: Any = None) -> Any:
-        """Count a step. Every `interval` steps compress the cache to `target` tokens; return the report."""
+    def __call__(self, cache: Any, queries: Any = None, attention_mask: Array | None = None) -> Any:
+        """Count a step. Every `interval` steps compress the cache to `target` tokens; return the report.
+
+        `attention_mask` is that of ``cache.compress``: False for padding, by position.
+        """
         self.steps += 1
         if self.steps % self.interval or max(layer.stored_tokens for layer in cache.layers) <= self.target:
             return None
-        return cache.compress(self.scorer, count=self.target, queries=queries, **self.options)
+        arguments = {"count": self.target, "queries": queries, "attention_mask": attention_mask}
+        return cache.compress(self.scorer, **arguments | self.options)
 
 
 def decoding(scorer: Any, interval: int = 512, target: int = 2048, **options: Any) -> Decoding:

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvkit.checks.values import checked_format
 from kvkit.errors import argument_error, describe
+from kvkit.eviction.padding import checked_padding, of_real_queries
 from kvkit.formats.elements import FLOATS
 from kvkit.typed import Array
 
@@ -22,6 +23,29 @@ class Inputs(NamedTuple):
     values: Array | Any  # [B, Hkv, S, Dv]
     queries: Array | Any  # [B, Hq, W, D], of the last W tokens
     weights: Array | Any  # [B, Hq, W, S], or their sums over queries [B, Hq, S]
+    real: Array | Any = None  # bool [B, S]: which tokens are no padding; None if all are
+
+    def of_rows(self, rows: Array, columns: Array | None = None) -> Inputs:
+        """Return the inputs of some rows, without padded queries; only those of some `columns`, if given."""
+        (queries, weights), real = self.queries_of(rows), self.real
+        own = Inputs(self.keys[rows], self.values, queries, weights, None if real is None else real[rows])
+        own = own if self.values is None else own._replace(values=self.values[rows])
+        if columns is None:
+            return own
+        values = None if own.values is None else own.values[:, :, columns]
+        weights = None if weights is None else weights[..., columns]
+        return Inputs(own.keys[:, :, columns], values, queries, weights)
+
+    def queries_of(self, rows: Array) -> tuple[Any, Any]:
+        """Return the queries and weights of some rows of equal masks, without padded queries."""
+        queries, weights = (None if side is None else side[rows] for side in (self.queries, self.weights))
+        if self.real is None:
+            return queries, weights
+        real = self.real[rows[0]]
+        queries = None if queries is None else of_real_queries(queries, real)
+        if weights is not None and weights.ndim == 4:
+            weights = of_real_queries(weights, real)
+        return queries, weights
 
     @property
     def heads(self) -> int:
@@ -47,24 +71,30 @@ class Inputs(NamedTuple):
 
 
 def checked_inputs(
-    keys: Array, values: Array | None = None, queries: Array | None = None, weights: Array | None = None
+    keys: Array,
+    values: Array | None = None,
+    queries: Array | None = None,
+    weights: Array | None = None,
+    attention_mask: Array | None = None,
 ) -> Inputs:
-    """Check a layer's arrays, and widen them to float32."""
-    keys = finite_floats("keys", keys, 4)
+    """Check a layer's arrays, and widen them to float32. What padding holds does not matter."""
+    checked_format("keys", keys, FLOATS, 4)
     batch, heads, tokens, dim = keys.shape
+    real = None if attention_mask is None else checked_padding(attention_mask, (batch, tokens))
+    keys = finite_floats("keys", keys, 4, real)
     if not keys.size:
         raise argument_error("keys", "at least one row, head, token and element", f"shape {keys.shape}")
     if values is not None:
-        values = finite_floats("values", values, 4)
+        values = finite_floats("values", values, 4, real)
         if values.shape[:3] != keys.shape[:3]:
             raise argument_error("values", f"shape ({batch}, {heads}, {tokens}, any)", values.shape)
     if queries is not None:
-        queries = finite_floats("queries", queries, 4)
+        queries = finite_floats("queries", queries, 4, real)
         check_query_heads("queries", queries, keys, dim, 1 <= queries.shape[2] <= tokens)
     if weights is not None:
-        weights = finite_floats("weights", weights, 3 if np.ndim(weights) == 3 else 4)
+        weights = finite_floats("weights", weights, 3 if np.ndim(weights) == 3 else 4, real)
         check_query_heads("weights", weights, keys, tokens, weights.ndim == 3 or weights.shape[2] >= 1)
-    return Inputs(keys, values, queries, weights)
+    return Inputs(keys, values, queries, weights, real)
 
 
 def check_query_heads(name: str, array: Array, keys: Array, last: int, count_fits: bool) -> None:
@@ -76,11 +106,17 @@ def check_query_heads(name: str, array: Array, keys: Array, last: int, count_fit
         raise argument_error(name, wanted, array.shape)
 
 
-def finite_floats(name: str, array: Array, ndim: int) -> Array:
-    """Return an array as float32; raise with the place of the first NaN or infinity."""
+def finite_floats(name: str, array: Array, ndim: int, real: Array | None = None) -> Array:
+    """Return an array as float32; raise with the place of the first NaN or infinity of a `real` token."""
     checked_format(name, array, FLOATS, ndim)
     wide = array.astype(np.float32, copy=False)
-    return refuse_first(name, wide, ~np.isfinite(wide), "finite numbers")
+    wrong = ~np.isfinite(wide)
+    if real is not None and wrong.any() and len(wide) == len(real) and wide.shape[2] <= real.shape[1]:
+        tokens = real[:, None, -wide.shape[2] :]  # of keys, or of the last queries
+        wrong &= tokens if ndim == 3 else tokens[..., None]
+        if name == "weights" and ndim == 4 and wide.shape[3] == real.shape[1]:
+            wrong &= real[:, None, None]
+    return refuse_first(name, wide, wrong, "finite numbers")
 
 
 def refuse_first(name: str, array: Array, wrong: Array, wanted: str) -> Array:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvkit.errors import argument_error, describe, suggestion
-from kvkit.eviction.inputs import checked_inputs
+from kvkit.eviction.inputs import Inputs, checked_inputs
+from kvkit.eviction.padding import equal_rows, score_rows
 from kvkit.interop import returns_input_kind
 from kvkit.typed import Array
 
@@ -90,6 +91,7 @@ def scores(
     *,
     queries: Array | None = None,
     weights: Array | None = None,
+    attention_mask: Array | None = None,
     **options: Any,
 ) -> Array:
     """Score the tokens of a layer by a published rule: larger scores for tokens that should stay.
@@ -108,6 +110,9 @@ def scores(
     weights : ndarray, shape [B, Hq, W, S] or [B, Hq, S], optional
         Weights of attention of the last W queries, or their sums over queries, as attention returns with
         ``return_key_weights``.
+    attention_mask : ndarray of bool, shape [B, S], optional
+        False for padding. Each row is scored as if it were alone, without its padding, which scores -inf. The
+        tokens of a row with no more than the scorer always keeps score inf.
     **options
         The options of the scorer.
 
@@ -129,14 +134,52 @@ def scores(
     >>> eviction.scores("knorm", keys)
     array([[[-3., -1., -2.]]], dtype=float32)
     """
-    return scores_by(keys, scorer_of(name), values, queries, weights, options)
+    return scores_by(keys, scorer_of(name), values, queries, weights, attention_mask, options)
 
 
 @returns_input_kind
 def scores_by(
-    keys: Array, rule: Scorer, values: Any, queries: Any, weights: Any, options: Mapping[str, Any]
+    keys: Array,
+    rule: Scorer,
+    values: Any,
+    queries: Any,
+    weights: Any,
+    attention_mask: Any,
+    options: Mapping[str, Any],
 ) -> Array:
     """Return the scores by a rule; they are of the kind of the first argument, an array or a tensor."""
     rule.check({"values": values, "queries": queries, "weights": weights}, options)
-    inputs = checked_inputs(keys, values, queries, weights)
-    return np.ascontiguousarray(rule.score(inputs, **options), np.float32)
+    inputs = checked_inputs(keys, values, queries, weights, attention_mask)
+    scores = rule.score(inputs, **options) if inputs.real is None else scores_of_real(rule, inputs, options)
+    return np.ascontiguousarray(scores, np.float32)
+
+
+def scores_of_real(rule: Scorer, inputs: Inputs, options: Mapping[str, Any]) -> Array:
+    """Return the scores by a rule of the tokens that are no padding, each row as if it were alone."""
+    if rule.scored == "tokens":
+
+        def score(rows: Array, columns: Array) -> Array:
+            own = {name: array[..., columns] for name, array in of_tokens.items()}
+            own |= {"scores": own["scores"][rows]} if "scores" in own else {}
+            return rule.score(inputs.of_rows(rows, columns), **{**options, **own})
+
+        of_tokens = options_of_tokens(inputs, options)
+        return score_rows(equal_rows(inputs.real), inputs.keys.shape[:3], score)
+    parts = []  # (rows, scores of pages or channels)
+    for rows, columns in equal_rows(inputs.real):
+        own = inputs.of_rows(rows, columns if rule.scored == "channels" else None)
+        parts.append((rows, rule.score(own, **options)))
+    scores = np.full((len(inputs.keys), *parts[0][1].shape[1:]), -np.inf)  # -inf for rows of padding alone
+    for rows, part in parts:
+        scores[rows] = part
+    return scores
+
+
+def options_of_tokens(inputs: Inputs, options: Mapping[str, Any]) -> dict[str, Array]:
+    """Return the options of a scorer that have a number for each stored token, as checked arrays."""
+    shapes = {"positions": (inputs.tokens,), "scores": inputs.keys.shape[:3]}
+    found = {name: np.asarray(options[name]) for name in shapes if options.get(name) is not None}
+    for name, array in found.items():
+        if array.shape != shapes[name]:
+            raise argument_error(name, f"shape {shapes[name]}", describe(array))
+    return found

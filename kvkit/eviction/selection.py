@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 from kvkit.checks.values import finite_number, integer, text
 from kvkit.errors import argument_error, describe
 from kvkit.eviction.inputs import refuse_first, scores_array
+from kvkit.eviction.padding import checked_padding, stays_whole
 from kvkit.interop import returns_input_kind
 from kvkit.typed import Array
 
@@ -62,6 +63,7 @@ def select(
     threshold: ArrayLike | None = None,
     first: int = 0,
     last: int = 0,
+    attention_mask: Array | None = None,
 ) -> Array | Kept:
     """Select the rows with the best scores; among equal scores the earlier rows.
 
@@ -80,6 +82,9 @@ def select(
         Keep every token whose score is at least this, in place of a count; a number, [Hkv] or [B, Hkv].
     first, last : int
         How many of the first and of the last tokens stay whatever their scores.
+    attention_mask : ndarray of bool, shape [B, S], optional
+        False for padding, which never stays. Shares and counts are of the other tokens of each row of the
+        batch. A row whose tokens all score inf, as `scores` does for a row that is too short, stays whole.
 
     Returns
     -------
@@ -100,7 +105,11 @@ def select(
     """
     scores = scores_array("scores", scores)
     first, last, tokens = integer("first", first, 0), integer("last", last, 0), scores.shape[2]
-    scores = with_protected(scores, tokens, first, last)
+    if attention_mask is not None:
+        limits = {"keep": keep, "count": count, "budget": budget, "threshold": threshold}
+        mask = checked_padding(attention_mask, (len(scores), tokens))
+        return join_rows([select_row(scores, mask, b, first, last, limits) for b in range(len(scores))])
+    scores = with_protected(scores, np.ones(scores.shape, bool), first, last)
     if threshold is not None:
         bound = per_head("threshold", threshold, scores.shape[:2], "fiu")
         staying = scores >= np.minimum(bound, LARGEST)[..., None]
@@ -120,15 +129,45 @@ def select(
     return take(scores, counts)
 
 
-def with_protected(scores: Array, ends: ArrayLike, first: int, last: int) -> Array:
-    """Rank the first tokens, and the last ones before `ends`, above all others: only they score inf.
+def select_row(
+    scores: Array, mask: Array, b: int, first: int, last: int, limits: dict[str, Any]
+) -> list[Array]:
+    """Return the numbers of the tokens that each head of row b keeps, without its padding."""
+    real, heads = np.flatnonzero(mask[b]), scores.shape[1]
+    own = scores[b : b + 1, :, real]
+    if not len(real) or stays_whole(own[0]) or first + last >= len(real):
+        return [real] * heads
+    of_row = dict(limits)
+    for name, kinds in ("budget", "iu"), ("threshold", "fiu"):
+        if limits[name] is not None and not isinstance(limits[name], str):
+            of_row[name] = per_head(name, limits[name], scores.shape[:2], kinds)[b : b + 1]
+    if not isinstance(of_row["budget"], str):
+        of_row["budget"] = np.minimum(of_row["budget"], len(real))
+    if limits["count"] is not None:
+        of_row["count"] = min(integer("count", limits["count"], 1, scores.shape[2]), len(real))
+    kept = select(own, first=first, last=last, **of_row)
+    rows = np.split(kept.rows, kept.starts[1:-1]) if isinstance(kept, Kept) else list(kept[0])
+    return [real[of_head] for of_head in rows]
 
-    `ends` is the number of tokens of each head, or one for all; scores after it stay as they are.
+
+def join_rows(of_rows: list[list[Array]]) -> Array | Kept:
+    """Join what the heads of each row of a batch keep: an array, or `Kept` if they differ in number."""
+    heads = [of_head for of_row in of_rows for of_head in of_row]
+    counts = [len(of_head) for of_head in heads]
+    if len(set(counts)) == 1:
+        return np.stack(heads).reshape(len(of_rows), -1, counts[0])
+    return Kept(np.concatenate(heads), np.append(0, np.cumsum(counts)))
+
+
+def with_protected(scores: Array, real: Array, first: int, last: int) -> Array:
+    """Rank the first and the last of the `real` tokens above all others: only they score inf.
+
+    `real` is bool [B, Hkv, S], or of a shape that broadcasts; the scores of other tokens stay as they are.
     """
     if not first and not last:
         return scores
-    rows, ends = np.arange(scores.shape[2]), np.asarray(ends)[..., None]
-    own = (rows < ends) & ((rows < first) | (rows >= ends - last))
+    place, count = np.cumsum(real, -1) - 1, real.sum(-1, keepdims=True)
+    own = real & ((place < first) | (place >= count - last))
     return np.where(own, np.inf, np.minimum(scores.astype(np.float64), LARGEST))
 
 
@@ -201,20 +240,40 @@ def pyramid_budget(*, layers: int, tokens: int, keep: float, window: int = 64, b
     return np.array([round(high - i * step) for i in range(layers)], np.int64)
 
 
-def ada_budget(*, scores: Array, keep: float, safe: float = 0.2) -> Array:
+def ada_budget(
+    *, scores: Array, keep: float, safe: float = 0.2, attention_mask: Array | None = None
+) -> Array:
     """Return the counts of the heads of one layer, int64 [B, Hkv] (arXiv 2407.11550)."""
-    scores = scores_array("scores", scores)
-    return ada_counts(scores, kept_count(scores.shape[2], keep, None), finite_number("safe", safe))
+    scores, safe = scores_array("scores", scores), finite_number("safe", safe)
+    counts = [
+        ada_counts(row, kept_count(row.shape[2], keep, None), safe)
+        for (row,) in rows_of_layers([scores], attention_mask)
+    ]
+    return np.concatenate(counts)
 
 
-def global_budget(*, scores: Sequence[Array], keep: float) -> Array:
+def global_budget(*, scores: Sequence[Array], keep: float, attention_mask: Array | None = None) -> Array:
     """Return the counts of heads if all layers have one threshold, [L, B, Hkv] (arXiv 2505.23416)."""
     layers = [scores_array(f"scores[{i}]", each) for i, each in enumerate(scores)]
     if len({layer.shape[:2] for layer in layers}) != 1:
         shapes = [layer.shape[:2] for layer in layers]
         raise argument_error("scores", "layers of one batch size and one number of heads", shapes)
-    total = sum(layer.shape[1] * kept_count(layer.shape[2], keep, None) for layer in layers)
-    return shared_counts(layers, total, 0)
+    counts = []
+    for row in rows_of_layers(layers, attention_mask):
+        total = sum(layer.shape[1] * kept_count(layer.shape[2], keep, None) for layer in row)
+        counts.append(shared_counts(row, total, 0))
+    return np.concatenate(counts, 1)
+
+
+def rows_of_layers(layers: Sequence[Array], attention_mask: Array | None) -> list[list[Array]]:
+    """Return the scores of each row of the batch in all layers, [1, Hkv, tokens] each, without padding."""
+    masks = [np.ones((len(layer), layer.shape[2]), bool) for layer in layers]
+    if attention_mask is not None:
+        masks = [checked_padding(attention_mask, mask.shape) for mask in masks]
+    return [
+        [layer[b : b + 1, :, mask[b]] for layer, mask in zip(layers, masks, strict=True)]
+        for b in range(len(layers[0]))
+    ]
 
 
 def duo_budget(*, table: ArrayLike, tokens: int, first: int = 128, last: int = 256) -> Array:
@@ -247,8 +306,9 @@ def budgets(kind: str, **options: Any) -> Array:
         and ``"global"`` among the heads of all layers, by scores; ``"duo"`` by a table of heads.
     **options
         ``uniform``: layers, tokens, keep. ``pyramid``: these, window (64) and beta (20). ``ada``: scores
-        [B, Hkv, S], keep, safe (0.2). ``global``: scores, one array for each layer, keep. ``duo``: table,
-        bool [L, Hkv], tokens, first (128), last (256).
+        [B, Hkv, S], keep, safe (0.2), attention_mask. ``global``: scores, one array for each layer, keep,
+        attention_mask. ``duo``: table, bool [L, Hkv], tokens, first (128), last (256). With a padding mask,
+        bool [B, S], shares are of the tokens of each row of the batch that are no padding.
 
         The last layer of a pyramid keeps `window` tokens or more. Where it cannot, all layers keep the same
         number, as in kvpress: by default if `keep` is below one half and ``tokens * keep`` below 1,280.
@@ -272,7 +332,9 @@ def budgets(kind: str, **options: Any) -> Array:
         raise argument_error(f"budgets({kind!r})", "the options of this kind", found) from None
 
 
-def chunks(scores: Array, length: int = 20, *, keep: float) -> Array | Kept:
+def chunks(
+    scores: Array, length: int = 20, *, keep: float, attention_mask: Array | None = None
+) -> Array | Kept:
     """Select whole chunks of neighbouring tokens, the same for all heads (arXiv 2502.00299).
 
     Parameters
@@ -282,6 +344,8 @@ def chunks(scores: Array, length: int = 20, *, keep: float) -> Array | Kept:
         The number of tokens in a chunk; the last chunk may be shorter.
     keep : float
         The share of chunks that stay, at least one chunk: those with the best mean scores.
+    attention_mask : ndarray of bool, shape [B, S], optional
+        False for padding, which never stays. The chunks of a row begin at its first token.
 
     Returns
     -------
@@ -296,15 +360,22 @@ def chunks(scores: Array, length: int = 20, *, keep: float) -> Array | Kept:
     array([[[2, 3]]])
     """
     scores, length = scores_array("scores", scores), integer("length", length, 1)
-    kept_count(scores.shape[2], keep, None)
-    _, heads, tokens = scores.shape
-    starts = np.arange(0, tokens, length)
-    sizes = np.minimum(starts + length, tokens) - starts
-    means = np.add.reduceat(scores.sum(1, dtype=np.float64), starts, axis=-1) / sizes  # [B, chunks]
+    batch, heads, tokens = scores.shape
+    kept_count(tokens, keep, None)
+    mask = np.ones((batch, tokens), bool)
+    if attention_mask is not None:
+        mask = checked_padding(attention_mask, mask.shape)
+    means = scores.sum(1, dtype=np.float64)
+    return join_rows([[rows_of_chunks(*row, length, keep)] * heads for row in zip(means, mask, strict=True)])
+
+
+def rows_of_chunks(scores: Array, real: Array, length: int, keep: float) -> Array:
+    """Return the numbers of the tokens in the best chunks of the `real` tokens of a row."""
+    own = np.flatnonzero(real)
+    if not len(own):
+        return own
+    starts = np.arange(0, len(own), length)
+    sizes = np.minimum(starts + length, len(own)) - starts
+    means = np.add.reduceat(scores[own], starts) / sizes
     chosen = best(means, max(1, int(len(starts) * keep)))
-    rows = [np.flatnonzero(np.isin(np.arange(tokens) // length, of_row)) for of_row in chosen]
-    counts = [len(of_row) for of_row in rows]
-    if len(set(counts)) == 1:
-        return np.repeat(np.array(rows)[:, None], heads, 1)
-    of_heads = [of_row for of_row in rows for _ in range(heads)]
-    return Kept(np.concatenate(of_heads), np.append(0, np.cumsum(np.repeat(counts, heads))))
+    return own[np.isin(np.arange(len(own)) // length, chosen)]

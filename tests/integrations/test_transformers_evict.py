@@ -274,3 +274,54 @@ def test_other_attention_and_other_kinds_are_refused():
         KvkitCache(indexed, evict="knorm@0.5")
     with pytest.raises(KvkitError, match="kind: expected another kind with evict, because a static cache"):
         KvkitCache(transformers.LlamaConfig(**SIZES), "static", max_cache_len=50, evict="knorm@0.5")
+
+
+PADDED = torch.arange(40) >= torch.tensor([[25], [0]])
+
+
+@pytest.mark.parametrize("scorer", ["snapkv(window=8)", "keydiff", "observed", "tova"])
+@pytest.mark.parametrize("name", ["Llama", "DeepseekV3"])
+def test_a_row_beside_padding_keeps_what_it_keeps_alone(name, scorer, model):
+    """Padding never stays, and the tokens that are generated are those of the row alone."""
+    if name == "DeepseekV3":
+        torch.manual_seed(0)
+        model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**SIZES | LATENT)).eval()
+        if scorer == "observed":
+            pytest.skip("weights are not those of latent rows")
+    evict = scorer + "@0.4"
+    if name == "Llama":
+        evict = eviction_by_heads(scorer)
+    more = {"max_new_tokens": 6, "do_sample": False}
+    cache = KvkitCache(model.config, evict=evict)
+    ids = IDS * PADDED
+    found = model.generate(ids, attention_mask=PADDED.long(), past_key_values=cache, **more)
+    layer = cache.cache.layers[0]
+    if name == "DeepseekV3":  # rows share the choice: 16 of 40 columns, and no token of row 0 goes
+        assert (layer.positions[:16] >= 25).sum() == 15
+        return
+    for b in range(2):
+        alone = KvkitCache(model.config, evict=evict)
+        row = ids[b : b + 1, PADDED[b]]
+        assert torch.equal(
+            model.generate(row, past_key_values=alone, **more)[0, row.shape[1] :], found[b, 40:]
+        )
+        for one, two in zip(cache.cache.layers, alone.cache.layers, strict=True):
+            here, there = one.positions[b], two.positions[0]
+            for head in range(2):
+                own, other = (each[head][each[head] >= 0] for each in (here, there))
+                assert own.tolist() == (other + 40 - row.shape[1]).tolist()
+
+
+def eviction_by_heads(scorer):
+    """Return arguments of compress, by which heads and rows choose their own tokens."""
+    from kvkit.integrations.transformers.evicting import compress_arguments
+
+    return compress_arguments(scorer + "@0.4") | {"per_head": True}
+
+
+def test_padding_while_tokens_are_generated(model):
+    """No column of padding stays in pages either, once there are more tokens than the target."""
+    often = eviction.decoding("keydiff", interval=4, target=20)
+    cache = KvkitCache(model.config, "paged", evict=often, **PAGES)
+    model.generate(IDS * PADDED, attention_mask=PADDED.long(), past_key_values=cache, max_new_tokens=12)
+    assert (cache.cache.layers[0].positions >= 25).all()

@@ -348,6 +348,7 @@ class PagedCache(BaseCache):
         weights: List[Array] | None = None,
         renumber: bool = False,
         rope: Any = None,
+        attention_mask: Array | None = None,
         **options: Any,
     ) -> compression.Report:
         """Keep a sequence's tokens with the best scores in all layers, and release blocks without any.
@@ -363,7 +364,7 @@ class PagedCache(BaseCache):
             As in `Cache.compress`. For a sequence, its arrays have a batch of one row.
         budget : str
             Only ``"uniform"``.
-        keep, count, queries, weights, renumber, rope, **options
+        keep, count, queries, weights, renumber, rope, attention_mask, **options
             As in `Cache.compress`.
 
         Returns
@@ -399,7 +400,7 @@ class PagedCache(BaseCache):
             scorer = self._of_paged_layers("scorer", scorer)
         request = compression.Compression(
             scorer, keep, count, budget, queries, weights, renumber=renumber, rope=self._ropes(rope),
-            options=options,
+            options=options, attention_mask=attention_mask,
         )  # fmt: skip
         if isinstance(seq, Batch):
             rows = self.rows

@@ -113,7 +113,10 @@ def attention_forward(
         row_dim = latent_dim + rotated.shape[3]
         # The model's scores are q · k * scaling, a scorer's are q · k / sqrt(row_dim).
         scaled = np.concatenate((latent, rotated), 3) * np.float32(scaling * row_dim**0.5)
-        stored.after_attention(scaled.astype(latent.dtype), None)
+        padding = padding_of(
+            stored.layer, None if attention_mask is None else to_numpy("attention_mask", attention_mask)
+        )
+        stored.after_attention(scaled.astype(latent.dtype), None, padding)
     return without_gradient(attn_output, query, key, value), None
 
 
@@ -208,8 +211,23 @@ def attend_in_place(
         attn_output, weights = stored.layer.attend(queries, mask, **options), None
     stored.drop_arrays()
     if stored.after_attention is not None:
-        stored.after_attention(queries, weights)
+        stored.after_attention(queries, weights, padding_of(stored.layer, mask))
     return numpy_to_tensor(attn_output.swapaxes(1, 2))
+
+
+def padding_of(layer: Any, mask: Array | None) -> Array | None:
+    """Return which positions the last query may see by a mask, bool [B, n]; None without a mask."""
+    if mask is None:
+        return None
+    shown: Array = mask if mask.dtype == np.bool_ else np.asarray(mask, np.float32) > HIDDEN
+    if shown.ndim == 4:
+        shown = np.logical_or.reduce(shown[:, :, -1], axis=1)
+    length, rows = layer.get_seq_length(), layer.stored_tokens
+    if shown.shape[1] < length and shown.shape[1] == rows and layer.positions.ndim == 1:
+        whole = np.ones((len(shown), length), np.bool_)
+        whole[:, layer.positions] = shown
+        shown = whole
+    return np.broadcast_to(shown[:, :length], (layer.batch_size, length))
 
 
 def arrays_for_mask(stored: pending.Stored, mask: Array | None) -> tuple[Array, ...]:

@@ -239,13 +239,15 @@ class KvkitCache(Cache):
         moved = any(layer.row_positions is not None for layer in layers)
         return "tokens of the cache were removed or moved" if moved else ""
 
-    def _record_and_evict(self, layer_idx: int, queries: np.ndarray, weights: np.ndarray | None) -> None:
+    def _record_and_evict(
+        self, layer_idx: int, queries: np.ndarray, weights: np.ndarray | None, padding: np.ndarray | None
+    ) -> None:
         """Pass queries and weights to the eviction; evict after the last layer that can lose tokens."""
         eviction = self.eviction
         if eviction is not None:
             eviction.record(layer_idx, queries, weights)
             if layer_idx == last_to_evict(self.cache.layers):
-                self.report = eviction.run(self.movable()) or self.report
+                self.report = eviction.run(self.movable(), padding) or self.report
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Store the index keys [B, q, D] of the latest tokens; return the index keys of all tokens."""

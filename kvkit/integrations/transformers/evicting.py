@@ -63,8 +63,8 @@ class Eviction:
             recorded = queries if before is None else np.concatenate((before, queries), 2)
             self._inputs[layer_idx] = recorded[:, :, -(self.window or recorded.shape[2]) :].copy()
 
-    def run(self, cache: Any) -> Any:
-        """Compress a cache if it is time; return the report.
+    def run(self, cache: Any, padding: Array | None) -> Any:
+        """Compress a cache if it is time; return the report. `padding` is a mask of positions, or None.
 
         All tokens stay, and None is returned, if it is not time, or if the scorer always keeps more tokens
         than there are or than may stay.
@@ -74,10 +74,10 @@ class Eviction:
             inputs = [self._input(i, layer) for i, layer in enumerate(cache.layers)]
         with contextlib.suppress(TooFewTokensError):
             if self.decoding is not None:
-                return self.decoding(cache, inputs)
+                return self.decoding(cache, inputs, padding)
             self.done, self._inputs = True, {}
             arrays = {"weights" if self.wants_weights else "queries": inputs} if inputs else {}
-            return cache.compress(**arrays | self.arguments)
+            return cache.compress(**arrays | {"attention_mask": padding} | self.arguments)
         return None
 
     def _input(self, layer_idx: int, layer: Any) -> Any:

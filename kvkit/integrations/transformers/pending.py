@@ -36,7 +36,7 @@ class Stored:
     begin: int  # number of past tokens
     key: weakref.ref  # to the tensors that the update returned
     value: weakref.ref
-    after_attention: Any = None  # a function of (queries, weights of keys or None)
+    after_attention: Any = None  # a function of (queries, weights of keys or None, padding mask or None)
     wants_weights: bool = False  # whether `after_attention` gets weights
     is_read: bool = False  # whether attention has read the record
 
