@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint tests/constraints.txt
 
 .PHONY: demo demo-model test test-cuda test-model test-transformers test-dask test-peers test-dist test-docs test-all test-gpu
-.PHONY: docs lint bench bench-gpu bench-dask dist clean
+.PHONY: docs lint bench bench-gpu dist clean
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvkit needs Python 3.11 or later; name one with make PYTHON=...")'
@@ -67,7 +67,7 @@ test-transformers: $(VENV)/kvkit.test $(VENV)/kvkit.transformers $(VENV)/smollm2
 	$(BIN)/python -m pytest -m transformers
 
 # Test dask; workers are killed.
-test-dask: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/smollm2
+test-dask: $(VENV)/kvkit.test
 	$(BIN)/python -m pytest tests/integrations/test_dask.py tests/integrations/test_dask_tools.py
 
 # Test the wheel in an environment of its own, and whether PyPI would take it.
@@ -136,9 +136,6 @@ bench: $(VENV)/kvkit.bench $(VENV)/kvkit.plot
 
 bench-gpu: $(VENV)/kvkit.bench $(VENV)/kvkit.cuda
 	$(BIN)/python -m benchmarks.gpu --json benchmarks/results/gpu.json
-
-bench-dask: $(VENV)/kvkit.test
-	$(BIN)/python benchmarks/sharded.py --json benchmarks/results/dask.json
 
 clean:
 	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-out dist docs/_build

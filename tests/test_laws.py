@@ -15,7 +15,6 @@ SOURCES = {path.relative_to(ROOT).as_posix(): path for path in ROOT.rglob("*.py"
 
 RECORDS = {"_asdict", "_fields", "_make", "_replace"}  # named tuples' public names
 FOREIGN = {  # what has no public name where it comes from
-    "integrations/dask/actors.py": {"client._run"},  # with a timeout
     "integrations/transformers/cache.py": {"config._attn_implementation"},
     "integrations/transformers/studying.py": {"config._attn_implementation"},
     "runtime/jit.py": {"_nrt_python", "kernel._library"},

@@ -11,7 +11,6 @@ from kvkit.cache.layers.dynamic import DynamicLayer, StaticLayer
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.layers.quant_spec import QuantSpec
 from kvkit.cache.layers.quantized import SPEC, QuantizedLayer
-from kvkit.cache.layers.schemed import SchemedLayer
 from kvkit.cache.layers.sliding import SlidingWindowLayer, StaticSlidingWindowLayer
 from kvkit.cache.layers.state import StateLayer
 from kvkit.checks.values import integer
@@ -157,9 +156,7 @@ class QuantizedCache(Cache):
     num_layers : int, optional
         The number of layers; if None, each is made when it is first used.
     key, value, residual_length, sink
-        As in `QuantizedLayer`. If one of `key` and `value` is a scheme (see `QuantSpec`), both must be. Then
-        up to `QuantSpec.group` tokens beyond ``residual_length`` stay unquantized, and the cache can be
-        neither saved nor offloaded.
+        As in `QuantizedLayer`.
     read_back : bool
         True: a step attends to the codes of its own tokens, which measures the error of a format. False: it
         attends to its own tokens unquantized, so that one step over a whole prompt has no error.
@@ -192,9 +189,7 @@ class QuantizedCache(Cache):
         offload: FilePath | None = None,
         rope: Any = None,
     ) -> None:
-        schemed = all(isinstance(spec, QuantSpec) and spec.by_scheme for spec in (key, value))
-        layer = SchemedLayer if schemed else QuantizedLayer
-        full = functools.partial(layer, key, value, residual_length, sink, read_back)
+        full = functools.partial(QuantizedLayer, key, value, residual_length, sink, read_back)
         sliding = functools.partial(SlidingWindowLayer, sliding_window)  # type: ignore[arg-type]  # or refused
         kind, layers = layer_makers(num_layers, layer_types, sliding_window, full, sliding)
         full()  # raises now if an argument is wrong

@@ -32,7 +32,7 @@ def scheme(name: str) -> Callable[[type], type]:
     A scheme encodes keys or values, float32 [tokens, heads, dim], and decodes them:
     ``encode(x) -> dict of arrays`` and ``decode(arrays) -> float32 [tokens, heads, dim]``. A call of `encode`
     gets a part of the tokens, or all tokens if the class has ``whole = True``. `kvkit.tools.study` takes the
-    name, and so does `kvkit.cache.QuantizedCache`, as ``QuantSpec(format=name)``.
+    name.
 
     Examples
     --------

@@ -25,14 +25,12 @@ from kvkit.cache import (
     StaticLayer,
     StaticSlidingWindowLayer,
 )
-from kvkit.cache.layers.schemed import SchemedLayer
 
 HEADS, GROUP, DIM, VALUES, ROOM, WINDOW = 2, 2, 16, 12, 96, 9
 # Over a whole head, or a part: the other elements of a query are those of the present call too
 ROPES = Rope(16), Rope(8), Rope(6, begin=4), Rope(10, interleaved=True), "none"
 PLACES = Rope(4), "none"  # of the rotated part of a latent row
 CODES = QuantSpec(8, group=4), QuantSpec(8, group=4, axis="token")
-SCHEME = QuantSpec(format="int8:g4", group=4)
 
 
 class Kind(NamedTuple):
@@ -61,10 +59,7 @@ KINDS = {
     "window": two(lambda: SlidingWindowLayer(WINDOW), window=WINDOW),
     "static window": two(lambda: StaticSlidingWindowLayer(ROOM, WINDOW), window=WINDOW),
     "codes": two(lambda: QuantizedLayer(*CODES, 4, 2), coded=True),
-    "scheme": two(lambda: SchemedLayer(SCHEME, SCHEME, 4, 2), coded=True, mapped=False),
     "latent": two(lambda: LatentLayer(12, 4), latent=True),
-    "latent codes": two(lambda: LatentLayer(12, 4, format="int8:g4", rope_dtype="float32"), latent=True,
-                        coded=True),
     "indexed": two(lambda: IndexedLayer(LatentLayer(12, 4), 4), latent=True),
     "shared": Kind(lambda rope: Cache([DynamicLayer(), SharedLayer(of=0)], rope=rope)),
     "heads": two(DynamicLayer, mapped=False, values=DIM, budget=[[5, 9], [11, 2]]),

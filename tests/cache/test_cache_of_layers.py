@@ -22,7 +22,6 @@ from kvkit.cache import (
     DynamicLayer,
     PagedCache,
     QuantizedCache,
-    QuantSpec,
     SlidingWindowLayer,
     StaticCache,
     StaticLayer,
@@ -175,9 +174,7 @@ def test_long_updates_of_sliding_layers_leave_no_memory_behind():
 # Threads
 
 
-@pytest.mark.parametrize(
-    "kind", ["dynamic", "first use", "sliding", "static", "quantized", "schemed", "paged"]
-)
+@pytest.mark.parametrize("kind", ["dynamic", "first use", "sliding", "static", "quantized", "paged"])
 @pytest.mark.parametrize("of", ["cache", "layer"])
 def test_threads_lose_no_tokens(kind, of):
     """Each takes its turn; without one, most tokens were lost."""
@@ -188,7 +185,6 @@ def test_threads_lose_no_tokens(kind, of):
         "sliding": lambda: DynamicCache(1, sliding_window=8),
         "static": lambda: Cache([StaticLayer(900)]),
         "quantized": lambda: QuantizedCache(1, residual_length=8),
-        "schemed": lambda: QuantizedCache(1, *2 * [QuantSpec(format="mxfp4")], residual_length=8),
         "paged": lambda: PagedCache(128, 16, 1, 2, 32, np.float32),
     }[kind]()
 

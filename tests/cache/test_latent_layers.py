@@ -9,14 +9,13 @@ import pytest
 import kvkit
 from kvkit import KvkitError
 from kvkit.cache import Cache, IndexedLayer, LatentLayer, load
+from kvkit.cache.layers import kinds
 
 LATENT, ROPE, INDEX, SCALE = 32, 8, 16, 0.3
 rng = np.random.default_rng(0)
 KINDS = {
     "latent": (lambda: LatentLayer(LATENT, ROPE), 0),
     "indexed": (lambda: IndexedLayer(LatentLayer(LATENT, ROPE), INDEX), 0),
-    "int8": (lambda: LatentLayer(LATENT, ROPE, "int8:g32", "float32"), 0.02),
-    "q8_0": (lambda: LatentLayer(LATENT, ROPE, "q8_0", "float32"), 0.02),
     "ds_mla": (lambda: LatentLayer(512, 64, "ds_mla"), 0.2),
 }
 
@@ -100,13 +99,13 @@ def test_rows_are_attended_to_move_and_are_saved(kind, where, tmp_path):
 
 
 def test_many_rows_of_codes_are_decoded_in_pieces(monkeypatch):
-    layer = LatentLayer(LATENT, ROPE, "int8:g32")
+    layer = LatentLayer(512, 64, "ds_mla")
     cache = Cache([layer])
     filled(cache, (50, 1))
-    query = states(2, 4, 3, LATENT + ROPE)
+    query = np.float32(0.2) * states(2, 4, 3, 512 + 64)  # scores as those of small heads
     monkeypatch.setattr("kvkit.cache.layers.latent.ROWS", 16)
     found = layer.attend(query, scale=SCALE)
-    np.testing.assert_allclose(found, attended(layer.keys, query, LATENT), atol=1e-5)
+    np.testing.assert_allclose(found, attended(layer.keys, query, 512), atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
@@ -160,10 +159,10 @@ def test_what_is_refused():
             r"q_pe: expected .* 2, 8\)",
         ),
         (lambda: layer.attend(latent, kpe, scale=1), "stored tokens"),
-        (lambda: LatentLayer(format="kivi_key4"), "scales belong to one token"),
-        (lambda: LatentLayer(format="ds_v4"), "ds_mla with rows of 512"),
-        (lambda: LatentLayer(32, 8, "int8:g32", "int8"), "rope_dtype"),
-        (lambda: IndexedLayer(LatentLayer(32, 8, "int8:g32")), "without a format"),
+        (lambda: LatentLayer(format="int8:g64"), "expected None or ds_mla .`kvkit study` shows"),
+        (lambda: LatentLayer(format="ds_v4"), "expected None or ds_mla .`kvkit study` shows"),
+        (lambda: LatentLayer(32, 8, "ds_mla"), r"rows of 512 \+ 64, for ds_mla, got \(32, 8\)"),
+        (lambda: IndexedLayer(LatentLayer(512, 64, "ds_mla")), "without a format"),
     ):
         with pytest.raises(KvkitError, match=message):
             call()
@@ -184,14 +183,19 @@ def test_what_is_refused():
         indexed.layers[0].attend(states(2, 1, 1, LATENT + ROPE), scale=1, indices=np.full((2, 1, 1), 4))
     assert "index keys are rotated" in indexed.can("shift", 0, None, 3, rope=kvkit.Rope(ROPE))
     assert indexed.can("shift", 0, None, 3, rope="none") is None
-    coded = Cache([LatentLayer(LATENT, ROPE, "int8:g32")])
+    coded = Cache([LatentLayer(512, 64, "ds_mla")])
     filled(coded, (4,))
-    assert "codes cannot be rotated" in coded.can("shift", 0, None, 3, rope=kvkit.Rope(ROPE))
+    assert "codes cannot be rotated" in coded.can("shift", 0, None, 3, rope=kvkit.Rope(64))
 
 
-@pytest.mark.parametrize("format", ["int8:g32", "ds_mla"])
-def test_coded_rows_may_be_none(format):
-    layer = LatentLayer(512, 64, format)
+def test_files_of_the_version_before_name_the_dtype_of_the_rotated_part():
+    about = {"latent_dim": 512, "rope_dim": 64, "format": "ds_mla", "rope_dtype": "bfloat16"}
+    layer = kinds.make_layer({"kind": "LatentLayer", "arguments": about})
+    assert layer.describe() == {"latent_dim": 512, "rope_dim": 64, "format": "ds_mla"}
+
+
+def test_coded_rows_may_be_none():
+    layer = LatentLayer(512, 64, "ds_mla")
     layer.update(states(1, 1, 3, 512), states(1, 1, 3, 64))
     layer.update(states(1, 1, 0, 512), states(1, 1, 0, 64))
     assert layer.get_seq_length() == 3

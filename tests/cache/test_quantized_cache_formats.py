@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvkit import formats
+from kvkit import KvkitError, formats
 from kvkit.cache import QuantizedCache, QuantizedLayer, QuantSpec, load
 from kvkit.reference.attention import attend_sequence
 
@@ -105,3 +105,22 @@ def test_bytes_per_token():
     assert E4M3.bytes_per_token(D) == D + 4
     assert QuantSpec(format="fp8") == QuantSpec(format="e4m3")
     assert SPECS["q8_0"].bytes_per_token(D) == 68
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        *(
+            ({"format": name}, r"format: expected None or e4m3, .*, got .*")
+            for name in ("mxfp4", "int4:g32:channel+hadamard", "nvfp4", "nowhere.py:Mine", "", 8)
+        ),
+        ({"format": "q8_0", "scale": 1.0}, "scale: expected None, because codes have computed scales"),
+        ({"format": "e4m3", "scale": (1.0, 0.0)}, "scale: expected numbers above 0, got .1.0, 0.0."),
+        ({"format": "e4m3", "scale": ()}, "scale: expected numbers above 0, got .."),
+        ({"scale": 1.0}, "scale: expected None, because codes have computed scales"),
+    ],
+)
+def test_what_no_kernel_reads_in_place_is_refused(how, message):
+    with pytest.raises(KvkitError, match=message) as caught:
+        QuantSpec(**how)
+    assert ("`kvkit study`" in str(caught.value)) == ("scale" not in how)

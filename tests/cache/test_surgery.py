@@ -23,7 +23,6 @@ from kvkit.cache import (
     StaticSlidingWindowLayer,
     load,
 )
-from kvkit.cache.layers.schemed import SchemedLayer
 
 ROPE = Rope(8)
 ATTENDED = {"float32": 2e-6, "float16": 2e-3}
@@ -190,7 +189,6 @@ def layers():
         "blocks, rotated": QuantizedLayer(
             *[QuantSpec(format="e4m3", group=8, rotation="hadamard")] * 2, residual_length=4
         ),
-        "scheme": SchemedLayer(*[QuantSpec(format="int4:g8", group=4)] * 2, 6, 2),
         "window": SlidingWindowLayer(12),
         "static window": StaticSlidingWindowLayer(64, 12),
     }
@@ -272,7 +270,6 @@ KINDS = {
     "static sliding": lambda: Cache([StaticSlidingWindowLayer(9, 6)], rope=ROPE),
     "quantized": lambda: Cache([QuantizedLayer(*CODES, 4, 2)], rope=ROPE),
     "mixed": lambda: Cache([DynamicLayer(), SlidingWindowLayer(12), QuantizedLayer(*CODES, 4, 2)], rope=ROPE),
-    "schemed": lambda: Cache([SchemedLayer(SCHEME, SCHEME, 4, 2)], rope=ROPE),
     "by channel": lambda: Cache(
         [QuantizedLayer(*[QuantSpec(8, group=4, axis="channel")] * 2, 4, 2)], rope=ROPE
     ),
@@ -280,7 +277,6 @@ KINDS = {
 }
 TURNED = QuantSpec(format="e4m3", group=8, rotation="hadamard")
 CODES = QuantSpec(8, group=4), QuantSpec(8, group=8)
-SCHEME = QuantSpec(format="int8:g8", group=4)
 
 
 @pytest.fixture(scope="module")
@@ -304,12 +300,12 @@ def come_back(cache, room):
 def test_caches_are_as_the_cells_and_can_says_what_calls_do(kind, room, steps, mapped):
     """In memory and in files: keys are those that are rotated for their places, and attention is a copy's."""
     cache, cells = KINDS[kind](), Cells()
-    if mapped and kind != "schemed":
+    if mapped:
         cache.offload(room / str(next(NUMBERS)), only_non_sliding=False)
     raw = tokens(64, seed=1)
     for name, *arguments in steps:
         if name == "come back":
-            cache = cache if kind == "schemed" else come_back(cache, room)
+            cache = come_back(cache, room)
             continue
         layer = cache.layers[0]
         if name == "decode":
@@ -357,7 +353,7 @@ def test_caches_are_as_the_cells_and_can_says_what_calls_do(kind, room, steps, m
 
 
 NUMBERS = itertools.count()
-CODED = "quantized", "schemed", "by channel", "rotated"
+CODED = "quantized", "by channel", "rotated"
 
 
 def check_keys(layer, raw, places, atol=1e-5):

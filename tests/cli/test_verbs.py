@@ -1,10 +1,10 @@
 """Every verb from tables: what a good call prints, its --json form, and a line and a code for a bad one."""
 
 import json
-from pathlib import Path
 
 import pytest
 import verbs
+from pack_scenes import pmx_pack
 from verbs import kvkit
 
 import kvkit as package
@@ -13,7 +13,7 @@ from kvkit.layouts import NAMED
 from kvkit.operators import OPERATORS, REQUIRED
 from kvkit_cli.main import VERBS
 
-PACK = Path(package.__file__).parents[1] / "examples/packs/pmx"
+PACK = pmx_pack()
 KV = "run key_value_cache"
 RUN = f"{KV} in.npz -o out.npz"
 ATTEND = "run multi_head_attention whole-attention.npz -o out.npz --set"

@@ -11,12 +11,11 @@ import sys
 import threading
 import time
 import urllib.request
-from pathlib import Path
 
 import numpy as np
 import pytest
+from pack_scenes import pmx_pack
 
-import kvkit
 from kvkit.errors import KvkitError
 from kvkit.files import npz
 
@@ -28,7 +27,6 @@ from kvkit.integrations.dask import mapper, tasks  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 
-ROOT = Path(kvkit.__file__).parents[1]
 GATE = threading.Event()
 COMMAND = [sys.executable, "-m", "kvkit_cli"]
 
@@ -72,7 +70,7 @@ def folder(tmp_path, monkeypatch):
     }
     for name, arrays in files.items():
         npz.write(tmp_path / f"{name}.npz", arrays)
-    shutil.copytree(ROOT / "examples/packs/pmx", tmp_path / "pack")
+    shutil.copytree(pmx_pack(), tmp_path / "pack")
     (tmp_path / "pack" / "more.npy").write_bytes(b"")
     (tmp_path / "out").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -1,13 +1,14 @@
-"""`kvkit.tools.vectors`: the pack of the repository is replayed; broken packs and answers are named."""
+"""`kvkit.tools.vectors`: the pack of the suite `pmx` is replayed; broken packs and answers are named."""
 
+import hashlib
 import json
 import os
 import re
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
+from pack_scenes import pmx_pack
 
 import kvkit
 from kvkit.errors import KvkitError
@@ -17,7 +18,6 @@ from kvkit.runtime import call_log
 from kvkit.tools import vectors
 from kvkit.tools.vectors import packs
 
-PACK = Path(kvkit.__file__).parents[1] / "examples/packs/pmx"
 OF_POOLS = (
     "paged",
     "swap",
@@ -28,7 +28,13 @@ OF_POOLS = (
     "delta",
     "causal",
 )  # how names of operators begin that other packs have
+DIGEST = "02baed5289f068a5edd990756027f2d2e810d0f76453fed94cd8675e74b60cba"  # of all arrays of the pack
 POISONED = "append", "cache-attention"
+
+
+@pytest.fixture(scope="module")
+def pack():
+    return pmx_pack()
 
 
 @pytest.fixture(scope="module")
@@ -50,18 +56,24 @@ def change(folder, edit):
     path.write_text(json.dumps(manifest))
 
 
-def test_the_pack_of_the_repository():
-    files = [path for path in PACK.rglob("*") if path.is_file()]
+def test_the_pack_of_the_suite_pmx(pack):
+    """Its bytes are those of earlier versions, so that their packs are read and replayed as this one is."""
+    digest = hashlib.sha256()
+    for case in packs.manifest(pack)["cases"]:
+        for group, name, entry in packs.entries(case):
+            digest.update(json.dumps([case["name"], group, name, entry["sha256"]]).encode())
+    assert digest.hexdigest() == DIGEST
+    files = [path for path in pack.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 5e6
-    assert vectors.verify(PACK).ok, str(vectors.verify(PACK))
-    result = vectors.replay(PACK)
+    assert vectors.verify(pack).ok, str(vectors.verify(pack))
+    result = vectors.replay(pack)
     assert result.ok, str(result)
     assert len(result.cases) > 100
 
 
-def test_what_the_pack_has_in_it():
+def test_what_the_pack_has_in_it(pack):
     """Operators, types, poison, ties, and calls that must be refused."""
-    cases = packs.manifest(PACK)["cases"]
+    cases = packs.manifest(pack)["cases"]
     assert {case["operator"] for case in cases} == {
         name for name in OPERATORS if name.partition("_")[0] not in OF_POOLS and "ascend" not in name
     }
@@ -70,7 +82,7 @@ def test_what_the_pack_has_in_it():
         for entry in (case["outputs"] | case["after"]).values():
             assert entry["tolerance"]["reason"]
         if case["name"].startswith(POISONED) and not case["refused"]:
-            after = [packs.array(PACK, entry) for name, entry in case["after"].items() if name == "cache"]
+            after = [packs.array(pack, entry) for name, entry in case["after"].items() if name == "cache"]
             kept = [array for array in after if array.dtype.kind == "V" or array.dtype.kind == "f"]
             assert all(np.isnan(array.astype(np.float32)).any() for array in kept), case["name"]
     codes = {case["arguments"].get("quant_bit", {}).get("value") for case in cases}
@@ -225,21 +237,21 @@ def answer(pack, folder, edit=None):
                 np.save(folder / case["name"] / f"{name}.npy", array)
 
 
-def test_right_answers(tmp_path):
-    answer(PACK, tmp_path)
-    assert vectors.diff(PACK, tmp_path).ok
+def test_right_answers(pack, tmp_path):
+    answer(pack, tmp_path)
+    assert vectors.diff(pack, tmp_path).ok
 
 
-def test_wrong_answers_have_causes(tmp_path):
+def test_wrong_answers_have_causes(pack, tmp_path):
     """A device whose dynamic append is a row off in one case, and which lost a file of another."""
 
     def edit(case, name, array):
         wrong = case == "append-dynamic2-fp16-as-is" and name == "cache"
         return np.roll(array, 1, axis=2) if wrong else array
 
-    answer(PACK, tmp_path, edit)
+    answer(pack, tmp_path, edit)
     (tmp_path / "merge-fp32" / "lse.npy").unlink()
-    found = [case for case in vectors.diff(PACK, tmp_path).cases if case.status == "failed"]
+    found = [case for case in vectors.diff(pack, tmp_path).cases if case.status == "failed"]
     assert [case.case for case in found] == ["merge-fp32", "append-dynamic2-fp16-as-is"] or {
         case.case for case in found
     } == {"merge-fp32", "append-dynamic2-fp16-as-is"}
@@ -263,9 +275,9 @@ def test_a_wrong_kvkit_fails(copy):
 
 
 @pytest.mark.parametrize("runner", ["onnx", "onnxruntime"])
-def test_export(tmp_path, runner):
+def test_export(pack, tmp_path, runner):
     onnx, run = pytest.importorskip("onnx"), RUNNERS[runner]
-    made = vectors.export(PACK, tmp_path)
+    made = vectors.export(pack, tmp_path)
     assert len(made.written) > 10
     for name in made.written:
         folder = tmp_path / name

@@ -22,6 +22,9 @@ KINDS: dict[str, Any] = {
 }  # fmt: skip
 
 
+OLD_ARGUMENTS = {"rope_dtype"}  # of layers in older files, which changes no row that a layer still reads
+
+
 def describe_layer(layer: Any) -> dict[str, Any]:
     """Describe a layer's class, arguments and rotation for a file, for `make_layer`."""
     rope = {} if layer.rope is None else {"rope": describe_rotation(layer.rope)}
@@ -30,7 +33,8 @@ def describe_layer(layer: Any) -> dict[str, Any]:
 
 def make_layer(about: Mapping[str, Any]) -> Any:
     """Make an empty layer from its description in a file."""
-    layer = KINDS[about["kind"]](**{name: restored(x) for name, x in about["arguments"].items()})
+    arguments = {name: restored(x) for name, x in about["arguments"].items() if name not in OLD_ARGUMENTS}
+    layer = KINDS[about["kind"]](**arguments)
     layer.rope = restored_rotation(about.get("rope"))
     return layer
 

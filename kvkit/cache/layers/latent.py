@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -24,7 +23,7 @@ from kvkit.checks.index_tensors import index
 from kvkit.checks.latent import LatentPool
 from kvkit.checks.values import checked_format, integer, one_piece, positive_number
 from kvkit.errors import argument_error, describe
-from kvkit.formats import BY_NAME, FLOATS, decode, encode
+from kvkit.formats import BY_NAME, FLOATS, encode
 from kvkit.formats.known import named
 from kvkit.indexer import indexer_scores, topk_rows
 from kvkit.merge import merge_attention_states
@@ -44,10 +43,7 @@ class LatentLayer(DynamicLayer):
     latent_dim, rope_dim : int
         The elements of c and of r. Without r (``rope_dim=0``) a row is c alone.
     format : str, optional
-        Stores c as codes: ``"ds_mla"``, or a format whose scales belong to one token, such as ``"int8:g64"``.
-        Attention decodes some thousands of rows at a time.
-    rope_dtype : str
-        The dtype of r beside codes. r is never quantized.
+        ``"ds_mla"`` stores rows as DeepSeek's 656 bytes. Attention decodes some thousands of rows at a time.
 
     Examples
     --------
@@ -70,22 +66,20 @@ class LatentLayer(DynamicLayer):
         latent_dim: int = 512,
         rope_dim: int = 64,
         format: str | None = None,
-        rope_dtype: str = "bfloat16",
     ) -> None:
         self.latent_dim = integer("latent_dim", latent_dim, 1)
         self.rope_dim = integer("rope_dim", rope_dim, 0)
-        self.format, self.rope_dtype = format, rope_dtype
+        self.format = format
         self._codes: LatentCodes | None = None
         self._joined = self.latent_dim + self.rope_dim + self.index_dim
         if format is not None:
-            self._codes = LatentCodes(self.latent_dim, self.rope_dim, format, rope_dtype)
+            self._codes = LatentCodes(self.latent_dim, self.rope_dim, format)
             self._joined = self._codes.bytes
         super().__init__()
 
     def describe(self) -> dict[str, Any]:
         sizes = {"latent_dim": self.latent_dim, "rope_dim": self.rope_dim}
-        coded = {"format": self.format, "rope_dtype": self.rope_dtype} if self.format else {}
-        return sizes | coded
+        return sizes | ({"format": self.format} if self.format else {})
 
     # Adding tokens
 
@@ -410,68 +404,28 @@ class IndexedLayer(LatentLayer):
 
 
 class LatentCodes:
-    """Encodes latent rows as bytes: codes, scales (and minima or zero points), then the rotated part.
+    """Encodes latent rows as DeepSeek's rows of 656 bytes: codes, scales, then the rotated part."""
 
-    With ``"int8:g64"``, 512 + 64 elements and bfloat16::
-
-        byte 0        512                544          672
-             | int8 c | 8 float32 scales | bfloat16 r |
-
-    Attributes
-    ----------
-    bytes : int
-        The size of a row.
-    """
-
-    def __init__(self, latent_dim: int, rope_dim: int, format: str, rope_dtype: str) -> None:
-        self.format, self.dims = named(format), (latent_dim, rope_dim)
-        names = [fmt.name for fmt in FLOATS]
-        if rope_dtype not in names:
-            raise argument_error("rope_dtype", " or ".join(names), repr(rope_dtype))
-        self._rope_dtype = BY_NAME[rope_dtype].dtype
-        self._codes_have_r = bool(self.format.tail)  # `encode` then takes whole rows
-        if self._codes_have_r:
-            if self.dims != (512, 64) or self.format.name.partition(":")[0] != "ds_mla":
-                raise argument_error("format", "ds_mla with rows of 512 + 64", f"{format}, {self.dims}")
-            self.bytes = encode(np.zeros((1, sum(self.dims)), np.float32), self.format)["codes"].shape[1]
-            return
-        if self.format.per not in ("group", "token") or self.format.needs_scale:
-            raise argument_error("format", "one whose scales belong to one token, as int8:g64", repr(format))
-        coded = encode(np.zeros((1, latent_dim), np.float32), self.format)
-        self._forms = {name: (array.shape[1:], array.dtype) for name, array in coded.items()}
-        self.bytes = sum(array[0].nbytes for array in coded.values()) + rope_dim * self._rope_dtype.itemsize
+    def __init__(self, latent_dim: int, rope_dim: int, format: str) -> None:
+        self.dims = latent_dim, rope_dim
+        if not isinstance(format, str) or format.partition(":")[0] != "ds_mla":
+            wanted = "None or ds_mla (`kvkit study` shows what other formats do to latent rows)"
+            raise argument_error("format", wanted, repr(format))
+        self.format = named(format)
+        if self.dims != (512, 64):
+            raise argument_error("format", "rows of 512 + 64, for ds_mla", self.dims)
+        self.bytes = encode(np.zeros((1, sum(self.dims)), np.float32), self.format)["codes"].shape[1]
 
     def encode(self, keys: Array) -> Array:
         """Return rows [B, 1, q, latent_dim + rope_dim] as bytes [B, 1, q, bytes]."""
-        rows = keys.reshape(-1, sum(self.dims))
-        if self._codes_have_r:
-            return encode(rows, self.format)["codes"].reshape(*keys.shape[:3], self.bytes)
-        coded = encode(rows[:, : self.dims[0]], self.format)
-        parts = [as_bytes(array) for array in coded.values()]
-        parts.append(as_bytes(rows[:, self.dims[0] :].astype(self._rope_dtype)))
-        return np.concatenate(parts, axis=1).reshape(*keys.shape[:3], self.bytes)
+        codes = encode(keys.reshape(-1, sum(self.dims)), self.format)["codes"]
+        return codes.reshape(*keys.shape[:3], self.bytes)
 
     def decode(self, rows: Array) -> Array:
         """Return bytes [..., bytes] as float32 [..., latent_dim + rope_dim]."""
         flat = rows.reshape(-1, self.bytes)
-        if self._codes_have_r:
-            pool = LatentPool((flat[:, None],), self.format, sum(self.dims))
-            return gather_rows(pool, np.arange(len(flat))).reshape(*rows.shape[:-1], sum(self.dims))
-        arrays, begin = {}, 0
-        for name, (shape, dtype) in self._forms.items():
-            end = begin + math.prod(shape) * dtype.itemsize
-            arrays[name] = np.ascontiguousarray(flat[:, begin:end]).view(dtype).reshape(len(flat), *shape)
-            begin = end
-        keys = np.empty((len(flat), sum(self.dims)), np.float32)
-        keys[:, : self.dims[0]] = decode(arrays, self.format)
-        keys[:, self.dims[0] :] = np.ascontiguousarray(flat[:, begin:]).view(self._rope_dtype)
-        return keys.reshape(*rows.shape[:-1], sum(self.dims))
-
-
-def as_bytes(array: Array) -> Array:
-    """Return the bytes of each row."""
-    flat = np.ascontiguousarray(array).reshape(len(array), math.prod(array.shape[1:]))
-    return flat.view(np.uint8)
+        pool = LatentPool((flat[:, None],), self.format, sum(self.dims))
+        return gather_rows(pool, np.arange(len(flat))).reshape(*rows.shape[:-1], sum(self.dims))
 
 
 def attend_to_codes(

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import numpy as np
+from typing import Literal
 
 from kvkit.checks.values import choice, finite_number, integer
 from kvkit.errors import argument_error
 from kvkit.formats import rotation_named
 from kvkit.formats.elements import BY_NAME, STORED
-from kvkit.formats.known import ALIASES, Format
-from kvkit.formats.schemes import schemes_named
+from kvkit.formats.known import ALIASES
 
 AXES, SCHEMES, CELLS = ("token", "channel"), ("sym", "asym"), ("float16", "float32")
 
@@ -41,14 +38,11 @@ class QuantSpec:
     format : str, optional
         Replaces `bits` and `scheme`. ``"e4m3"`` (alias ``"fp8"``) or ``"e5m2"``: 8-bit floats times a scale,
         which is the largest magnitude of `group` neighbouring elements divided by the largest code.
-        ``"q8_0"`` or ``"q4_0"``: ggml's blocks of 32 elements. Or the name of a scheme that
-        `kvkit.formats.scheme` finds: a class of your own, or another format such as ``"mxfp4"`` or
-        ``"int4:g32:channel+hadamard"``, if it needs no scale of all tokens. Numpy then encodes `group` tokens
-        at a time, and each step decodes the whole layer, which is slow.
+        ``"q8_0"`` or ``"q4_0"``: ggml's blocks of 32 elements. Attention reads these in place.
+        ``kvkit study`` shows what any other format, or a scheme of your own, does to a cache.
     scale : float or tuple of float, optional
         A constant scale for e4m3 and e5m2, as engines use it: a number, or one for each head. Scales are then
-        neither computed nor stored. The formats ``"ort_int8"``, ``"ort_int4"`` and ``"nvfp4"`` require a
-        number here.
+        neither computed nor stored.
     rotation : str, optional
         The rotation of rows before they are stored, which spreads outliers over all channels; queries and
         outputs are rotated to match: ``"hadamard"``, ``"hadamard:64"`` (in blocks), ``"llama.cpp"`` or
@@ -77,18 +71,18 @@ class QuantSpec:
         for name, words in legal:
             if getattr(self, name) not in words:
                 raise argument_error(name, " or ".join(map(repr, words)), repr(getattr(self, name)))
-        if self.format is not None and not isinstance(self.format, str):
-            wanted = f"one of {', '.join(STORED)}, the name of a scheme, or None"
-            raise argument_error("format", wanted, self.format)
-        if self.format:  # `object` sets a field of this frozen class
-            object.__setattr__(self, "format", ALIASES.get(self.format, self.format))
+        if self.format is not None:
+            known = ALIASES.get(self.format, self.format) if isinstance(self.format, str) else None
+            if known not in STORED:
+                in_place = f"None or {', '.join(STORED)}, which attention reads in place"
+                wanted = f"{in_place} (`kvkit study` shows what other formats do to a cache)"
+                raise argument_error("format", wanted, repr(self.format))
+            object.__setattr__(self, "format", known)  # a field of a frozen class
         if self.format and self.axis == "channel":
             raise argument_error("axis", f"'token', for format '{self.format}'", "'channel'")
         rotation_named(self.rotation)
         if self.scale is not None:
             self._check_scale()
-        if self.by_scheme:
-            self._check_scheme()
 
     def _check_scale(self) -> None:
         scales = self.scale if isinstance(self.scale, (tuple, list)) else (self.scale,)
@@ -96,51 +90,22 @@ class QuantSpec:
             if not finite_number("scale", scale) > 0:
                 raise argument_error("scale", "numbers above 0", repr(self.scale))
         element = STORED.get(str(self.format))
-        if not (element.minifloat if element else self.by_scheme):
+        if not (element and element.minifloat):
             raise argument_error("scale", "None, because codes have computed scales", repr(self.scale))
         if isinstance(self.scale, list):  # from JSON
             object.__setattr__(self, "scale", tuple(self.scale))
-
-    def _check_scheme(self) -> None:
-        for scheme in self.schemes():
-            step, format = getattr(scheme, "step", 1), getattr(scheme, "format", None)
-            needs_scale = isinstance(format, Format) and (format.computes_whole or format.needs_scale)
-            if needs_scale and (self.scale is None or isinstance(self.scale, tuple)):
-                raise argument_error("scale", f"a number, for {self.format!r}", repr(self.scale))
-            if getattr(scheme, "whole", False):
-                found = f"{self.format!r}, which encodes all tokens at once"
-                raise argument_error("format", "a scheme that encodes some tokens at a time", found)
-            if self.group % step:
-                wanted = f"a multiple of {step}, the tokens that {self.format!r} encodes together"
-                raise argument_error("group", wanted, self.group)
-        if self.rotation is not None:
-            wanted = f"None, for {self.format!r}, which may name its own"
-            raise argument_error("rotation", wanted, repr(self.rotation))
-
-    @property
-    def by_scheme(self) -> bool:
-        """Return whether numpy encodes and decodes, not a kernel."""
-        return self.format is not None and self.format not in STORED
 
     @property
     def group_adapts(self) -> bool:
         """Return whether `group` adapts to the head size: it is the default, and along a token."""
         return not self.format and self.axis != "channel" and self.group == QuantSpec.group
 
-    def schemes(self) -> tuple[Any, Any]:
-        """Return the schemes of keys and of values."""
-        return schemes_named(str(self.format), self.scale)
-
     def bytes_per_token(self, head_dim: int) -> float:
         """Return the bytes of an encoded token of a head, with scales.
 
-        Where keys and values differ (without an axis, or in a scheme) it is their mean.
+        Where keys and values differ, without an axis, it is their mean.
         """
         head_dim = integer("head_dim", head_dim, 1)
-        if self.by_scheme:
-            x = np.linspace(-1, 1, self.group * head_dim, dtype=np.float32).reshape(self.group, 1, head_dim)
-            coded = [array for scheme in self.schemes() for array in scheme.encode(x).values()]
-            return sum(array.nbytes for array in coded) / 2 / self.group
         scale = BY_NAME[self.param_dtype].bytes(1)
         if self.format:
             element = STORED[self.format]

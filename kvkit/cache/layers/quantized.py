@@ -81,9 +81,6 @@ class QuantizedLayer(Layer):
         for name, spec, axis in (("key", key, "channel"), ("value", value, "token")):
             if not isinstance(spec, QuantSpec):
                 raise argument_error(name, "a QuantSpec", describe(spec))
-            if spec.by_scheme:
-                wanted = "a format of the kernels (a QuantizedCache takes schemes for both keys and values)"
-                raise argument_error(name, wanted, f"scheme {spec.format!r}")
             axis = "token" if spec.format else axis
             specs.append(replace(spec, axis=spec.axis or axis))  # type: ignore[arg-type]  # a str
         self.specs = tuple(specs)

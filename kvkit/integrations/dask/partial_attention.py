@@ -135,10 +135,10 @@ def attend_part(
         attend_rows(slice(first, whole), slice(0, whole - offset), None, True)
         attend_rows(slice(whole, tokens), slice(0, count), None, False)
         return out, lse
-    queries_at_once = queries_per_mask(count, 1 if slopes is None else heads)
+    step = queries_per_mask(count, 1 if slopes is None else heads)
     left, right = window[0], 0 if causal else window[1]
-    for begin in range(first, tokens, queries_at_once):
-        end = min(begin + queries_at_once, tokens)
+    for begin in range(first, tokens, step):
+        end = min(begin + step, tokens)
         low = max(0, begin - left - offset) if left >= 0 else 0
         high = min(count, end + right - offset) if right >= 0 else count
         if low < high:
@@ -148,10 +148,9 @@ def attend_part(
     return out, lse
 
 
-def merge_parts(parts: Sequence[tuple[Array, Array] | None], fmt: Element) -> tuple[Array, Array]:
-    """Merge the outputs and lse of parts of a context; a part without tokens is None."""
-    states = [part for part in parts if part is not None]
-    if len(states) == 1:
-        return states[0]
-    outputs, lses = zip(*states, strict=True)
+def merge_parts(parts: Sequence[tuple[Array, Array]], fmt: Element) -> tuple[Array, Array]:
+    """Merge the outputs and lse of parts of a context."""
+    if len(parts) == 1:
+        return parts[0]
+    outputs, lses = zip(*parts, strict=True)
     return merge_checked(fmt, outputs, lses)
