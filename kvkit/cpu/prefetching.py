@@ -12,7 +12,7 @@ from llvmlite import binding
 from kvkit.runtime.processor import this_processor
 
 KB = 1024
-NEVER = 2**62
+NEVER = ALWAYS = 2**62  # bytes of no run: as the least never, as the most always
 
 
 class Distance(NamedTuple):
@@ -32,8 +32,9 @@ class Distances(NamedTuple):
     long_run: int = (
         NEVER  # runs of so many bytes are read faster by one query row with few prefetches or none
     )
-    scales: bool = False  # whether the scales of codes are prefetched too
+    scaled_run: int = 0  # the most bytes of a run of codes whose scales are prefetched too
     short_run: int = 0  # the most bytes of a run whose rows are prefetched again where their block begins
+    touched_run: int = 0  # the most bytes of a run whose first line is prefetched a block before the others
 
     def of_rows(self, rows: int) -> Distance:
         """Return the distance for a tile of so many query rows."""
@@ -58,11 +59,12 @@ EARLIER = Distance(5 * KB, near=True, tokens=40)
 
 # The first line that fits a processor holds, the last one for all others.
 TABLE = (
-    Line("AuthenticAMD", 25, "avx512f", Distances(FAR, FAR, FAR, 128 * KB, True, 4 * KB), "Zen 4, 4 cores"),
+    Line("AuthenticAMD", 25, "avx512f", Distances(FAR, FAR, FAR, 128 * KB, ALWAYS, 4 * KB), "Zen 4, 4 cores"),
     Line("AuthenticAMD", 26, "avx512f", Distances(NEAR, FAR, FAR), "Zen 5, 2 cores"),
     Line("AuthenticAMD", 0, "", Distances(FAR, FAR, FAR), "not measured: as Zen 5 with several query rows"),
     Line(
-        "GenuineIntel", 6, "avx512bf16", Distances(Distance(4 * KB), FAR, FAR),
+        "GenuineIntel", 6, "avx512bf16",
+        Distances(Distance(4 * KB), FAR, FAR, scaled_run=8 * KB, touched_run=8 * KB),
         "Emerald Rapids and another Xeon with AMX, 2 cores each",
     ),
     Line("", 0, "", Distances(EARLIER, EARLIER, EARLIER), "Cascade Lake"),

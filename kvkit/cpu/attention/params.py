@@ -44,7 +44,8 @@ ATTENTION_PARAMS = Record(
     "mask mask_kind mask_sequence mask_head mask_row mask_column mask_packed",
     "heads group scale_bytes orders rounds integers most_value pairs",
     "heads_interleaved widens values_have_own_table",
-    "block wide_block run_block leads long_run long_run_lead short_run counting least_split most_splits",
+    "block wide_block run_block leads counting least_split most_splits",
+    "long_run long_run_lead short_run scaled_run touched_run",
     "engines group_tiles groups_are_split split_tokens tile_groups work_items splits tiles products",
     "partials tile_state_bytes workspace_at workspace_bytes engine_query_bytes",
     "key_sums key_sums_sequence key_sums_head weights_at weights_bytes",
@@ -79,7 +80,7 @@ BLOCK = Record(
     "rows tiles row head wide widens nan_safe together",
     "first begin end size count known lead uneven values_in_keys",
     "key_row_ids value_row_ids key_addresses value_addresses",
-    "prefetch_in_scores prefetch_in_sums prefetch_shift prefetch_twice",
+    "prefetch_in_scores prefetch_in_sums prefetch_shift prefetch_twice prefetch_scales touches_pages",
     "key_ids value_ids key_row value_row wide_keys wide_values weights",
 )
 # `live` query rows from `first` on, which see a block's first `count` tokens, and addresses of their data.

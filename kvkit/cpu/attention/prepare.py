@@ -282,13 +282,14 @@ def fixed_fields(form):
     leads = [lead_tokens(form, rows, block) for rows in ENGINE_ROWS]
     return dict.fromkeys(LATE_FIELDS, 0) | workspace_fields(form, block, max(leads)) | code_fields(form) | {
         "heads": form.heads, "heads_interleaved": form.interleaved,
-        "scale_bytes": scale_bytes(form) if form.interleaved or distances.scales else 0,
+        "scale_bytes": scale_bytes(form),
+        "scaled_run": prefetching.ALWAYS if form.interleaved else distances.scaled_run,
         "widens": read.widens, "rounds": read.rounds, "pairs": read.pairs, "integers": read.width is not None,
         "most_value": MOST_VALUE.get(form.data, 0),
         "keys.dim": form.dim, "keys.padded_dim": padded(form.dim),
         "values.dim": form.value_dim, "values.padded_dim": padded(form.value_dim),
         "block": block, "wide_block": WIDE_BLOCK, "run_block": RUN_TOKENS,
-        "leads": np.array(leads), "short_run": distances.short_run,
+        "leads": np.array(leads), "short_run": distances.short_run, "touched_run": distances.touched_run,
         "least_split": LEAST_SPLIT, "most_splits": SPLITS, "counting": COUNTING,
         "orders": orders,
     }  # fmt: skip

@@ -116,6 +116,8 @@ def set_up_block(params, block):
     block.size = params.wide_block if block.wide else params.run_block if long_run else params.block
     block.lead = params.long_run_lead if long_run else get(params.leads + 8 * kind_of(block.rows))
     block.prefetch_twice = run_bytes <= params.short_run
+    block.prefetch_scales = params.scale_bytes and not block.widens and run_bytes <= params.scaled_run
+    block.touches_pages = block.tiles == 1 and params.page_size <= params.touched_run // keys.bytes
     addresses_bytes = 8 * ((1 if block.wide else block.tiles) * block.size + EXTRA_ADDRESSES)
     block.key_row_ids = block.value_row_ids = at + offsets.row_ids
     block.key_addresses = block.key_row_ids + 8 * (block.size + block.lead + EXTRA_IDS)
@@ -297,9 +299,25 @@ def find_block(params, block):
             find_addresses(block, values, block.value_row_ids, block.value_addresses)
         elif params.values_have_own_table:
             find_addresses(block, values, block.value_row_ids + lead, block.value_addresses)
+        if block.touches_pages:
+            touch_pages(params, block, keys)
+            touch_pages(params, block, values)
         if (block.begin == block.first or block.prefetch_twice) and block.tiles == 1:
             prefetch_rows(params, block, keys, block.key_row_ids)
             prefetch_rows(params, block, values, block.value_row_ids)
+
+
+@helper
+def touch_pages(params, block, side):
+    """Prefetch the first line of each page after the known tokens: its address is translated early."""
+    size, begin = params.page_size, block.begin + block.known
+    page, end = page_of(begin + size - 1, size), min(begin + block.size, block.end)
+    base, _ = rows_of_head(side, block, block.head)
+    entry = side.table + block.table_row + params.table_entry * page
+    while page * size < end:
+        row_id = np.int64(get_int32(entry)) if params.table_entry == 4 else get(entry)
+        attention.prefetch_bytes(base + row_id * side.row, 1)
+        entry, page = entry + params.table_entry, page + 1
 
 
 @helper
@@ -345,7 +363,8 @@ def prefetch_rows(params, block, side, row_ids):
     for i in range(min(block.lead, block.count)):
         row_id = get(row_ids + 8 * i)
         attention.prefetch_bytes(base + row_id * side.row, side.bytes)
-        attention.prefetch_bytes(scales + row_id * side.scale_row, params.scale_bytes)
+        if block.prefetch_scales:
+            attention.prefetch_bytes(scales + row_id * side.scale_row, params.scale_bytes)
 
 
 @helper
@@ -384,7 +403,7 @@ def load_block(params, block, tile, engine):
 @helper
 def score_tile(params, block, tile, engine):
     """S = scale K Q^T."""
-    if params.scale_bytes and not block.widens:
+    if block.prefetch_scales:
         prefetch_scales(params, block, tile, params.keys, block.key_row_ids)
         prefetch_scales(params, block, tile, params.values, block.value_row_ids)
     if block.nan_safe and params.integers and not block.wide:
