@@ -6,6 +6,7 @@ from kvkit.cache.blocks.step import Step
 from kvkit.cache.caches import Cache
 from kvkit.cache.compression import Report
 from kvkit.cache.constructors import DynamicCache, QuantizedCache, StaticCache
+from kvkit.cache.from_configuration import from_config
 from kvkit.cache.layers.dynamic import DynamicLayer, StaticLayer
 from kvkit.cache.layers.latent import IndexedLayer, LatentLayer
 from kvkit.cache.layers.quant_spec import QuantSpec
@@ -25,6 +26,7 @@ __all__ = [
     "BlockAllocator", "Cache", "CapacityError", "DynamicCache", "DynamicLayer", "IndexedLayer", "KVView",
     "LatentLayer", "OutOfBlocksError", "PagedCache", "PagedLayer", "PagedStep", "QuantSpec", "QuantizedCache",
     "QuantizedLayer", "RaggedLayer", "Report", "Sequence", "SharedLayer", "SlidingWindowLayer", "StateLayer",
-    "StaticCache", "StaticLayer", "StaticSlidingWindowLayer", "Step", "load",
+    "StaticCache", "StaticLayer", "StaticSlidingWindowLayer", "Step", "from_config",
+    "load",
 ]  # fmt: skip
 __dir__ = __all__.copy  # modules are not listed

@@ -1,0 +1,102 @@
+"""Caches by the configuration of a model: every published one gets its layers, or is refused by name."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvkit import KvkitError, Rope
+from kvkit.cache import IndexedLayer, LatentLayer, from_config, load
+from kvkit.models.configuration import read_layers
+
+CASES = json.loads((Path(__file__).parents[1] / "models" / "sizes.json").read_text())
+NO_LAYER = {"Llama-4-Scout": "chunk", "V4, 4 layers": "compressed", "DeepSeek-V4-Flash": "compressed",
+            "DeepSeek-V4-Pro": "compressed"}  # fmt: skip
+NAMES = {
+    "full": "DynamicLayer", "window": "SlidingWindowLayer", "latent": "LatentLayer", "state": "StateLayer",
+    "conv": "StateLayer", "both": "DynamicLayer", "shared": "SharedLayer", "none": "SharedLayer",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_published_models_get_their_layers(name):
+    config = CASES[name]["config"]
+    if name in NO_LAYER:
+        with pytest.raises(KvkitError, match=rf"config: expected .* got layer \d+ of kind {NO_LAYER[name]}"):
+            from_config(config)
+        return
+    shapes, cache = read_layers(config).layers, from_config(config)
+    beside = sum(shape.kind == "both" for shape in shapes)
+    assert len(cache) == len(shapes) + beside
+    for shape, layer in zip(shapes, cache.layers, strict=False):
+        wanted = IndexedLayer.__name__ if shape.index_dim else NAMES[shape.kind]
+        assert type(layer).__name__ == wanted
+        assert layer.window == shape.window or shape.kind in ("shared", "none")
+        if isinstance(layer, LatentLayer):
+            assert (layer.latent_dim, layer.rope_dim) == (shape.latent_dim, shape.key_dim - shape.latent_dim)
+    assert [type(layer).__name__ for layer in cache.layers[len(shapes) :]] == ["StateLayer"] * beside
+
+
+def test_layers_rotate_by_their_own_base():
+    """A small model with keys and values, windows, and layers that read others."""
+    config = {
+        "model_type": "gemma3n_text", "num_hidden_layers": 6, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4, "num_kv_shared_layers": 2, "rope_theta": 1e6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    }  # fmt: skip
+    cache, states = from_config(config), np.ones((1, 2, 9, 8), np.float16)
+    for i in range(4):
+        cache.update(states, states, i)
+    assert [layer.of for layer in cache.layers[4:]] == [3, 2]
+    assert [layer.rope.theta for layer in cache.layers[:4]] == [1e4, 1e4, 1e6, 1e4]
+    assert [layer.rope for layer in cache.layers[4:]] == ["none"] * 2
+
+
+def test_a_cache_moves_keys_as_the_configuration_says(tmp_path):
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    cache = from_config(sizes | {"model_type": "cohere2", "rope_theta": 500.0, "sliding_window": None})
+    assert [layer.rope for layer in cache.layers] == ["none", "none"]
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"model_type": "glm", "rope_theta": 500.0}))
+    cache = from_config(tmp_path)
+    rope = Rope(8, 500.0, interleaved=True)
+    assert [layer.rope for layer in cache.layers] == [rope, rope]
+    states = np.random.default_rng(0).standard_normal((1, 1, 5, 8)).astype(np.float32)
+    for i in range(2):
+        cache.update(states, states, i)
+    cache.shift(0, None, 3)
+    cache.save(tmp_path / "cache.npz")
+    assert load(tmp_path / "cache.npz").layers[0].rope == rope
+
+
+def test_a_rotation_that_is_not_shown_is_asked_for_when_keys_move():
+    cache = from_config({"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 8})
+    states = np.ones((1, 2, 3, 4), np.float32)
+    cache.update(states, states, 0)
+    with pytest.raises(KvkitError, match="rope: expected how keys were rotated"):
+        cache.shift(0, None, 2)
+    cache.shift(0, None, 2, "none")
+
+
+@pytest.mark.parametrize("with_parts", [True, False])
+@pytest.mark.parametrize("format", [None, "int8:g32"])
+def test_latent_rows_without_a_rotated_part(format, with_parts):
+    """Attention over rows of 64 + 0 elements, as the formula says, also after tokens moved."""
+    rng = np.random.default_rng(5)
+    layer, rows = LatentLayer(64, 0, format), rng.standard_normal((2, 1, 9, 64)).astype(np.float32)
+    rotated = rows[..., :0] if with_parts else None
+    layer.update(rows[:, :, :5], None if rotated is None else rotated[:, :, :5])
+    keys, values = layer.update(rows[:, :, 5:], None if rotated is None else rotated[:, :, 5:])
+    assert np.asarray(keys).shape == np.asarray(values).shape == (2, 1, 9, 64)
+    stored = np.asarray(keys)[:, 0].astype(np.float64)
+    for seed in (0, 1):
+        query = np.random.default_rng(seed).standard_normal((2, 3, 2, 64)).astype(np.float32)
+        scores = np.einsum("bhqc,bnc->bhqn", query.astype(np.float64), stored) * 0.2
+        scores[:, :, 0, 8] = -np.inf
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        expected = np.einsum("bhqn,bnc->bhqc", weights / weights.sum(-1, keepdims=True), stored)
+        np.testing.assert_allclose(layer.attend(query, scale=0.2), expected, atol=2e-5)
+    layer.remove(2, 4, close=True, rope="none")
+    assert layer.stored_tokens == 7
+    with pytest.raises(KvkitError, match="kpe: expected"):
+        LatentLayer(8, 4).update(rows[..., :8], None)
