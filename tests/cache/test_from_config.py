@@ -42,8 +42,8 @@ def test_layers_rotate_by_their_own_base():
     """A small model with keys and values, windows, and layers that read others."""
     config = {
         "model_type": "gemma3n_text", "num_hidden_layers": 6, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4, "num_kv_shared_layers": 2, "rope_theta": 1e6,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4, "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2, "rope_theta": 1e6,
     }  # fmt: skip
     cache, states = from_config(config), np.ones((1, 2, 9, 8), np.float16)
     for i in range(4):
