@@ -8,6 +8,7 @@ from kvkit.cache.compression import Report
 from kvkit.cache.constructors import DynamicCache, QuantizedCache, StaticCache
 from kvkit.cache.from_configuration import from_config
 from kvkit.cache.layers.dynamic import DynamicLayer, StaticLayer
+from kvkit.cache.layers.gated_delta import GatedDeltaLayer
 from kvkit.cache.layers.latent import IndexedLayer, LatentLayer
 from kvkit.cache.layers.quant_spec import QuantSpec
 from kvkit.cache.layers.quantized import QuantizedLayer
@@ -19,14 +20,15 @@ from kvkit.cache.paged.cache import PagedCache
 from kvkit.cache.paged.layer import PagedLayer
 from kvkit.cache.paged.ragged import RaggedLayer
 from kvkit.cache.paged.step import PagedStep
+from kvkit.cache.state_pool import StatePool
 from kvkit.cache.stores.view import KVView
 from kvkit.errors import CapacityError
 
 __all__ = [
-    "BlockAllocator", "Cache", "CapacityError", "DynamicCache", "DynamicLayer", "IndexedLayer", "KVView",
-    "LatentLayer", "OutOfBlocksError", "PagedCache", "PagedLayer", "PagedStep", "QuantSpec", "QuantizedCache",
-    "QuantizedLayer", "RaggedLayer", "Report", "Sequence", "SharedLayer", "SlidingWindowLayer", "StateLayer",
-    "StaticCache", "StaticLayer", "StaticSlidingWindowLayer", "Step", "from_config",
-    "load",
+    "BlockAllocator", "Cache", "CapacityError", "DynamicCache", "DynamicLayer", "GatedDeltaLayer",
+    "IndexedLayer", "KVView", "LatentLayer", "OutOfBlocksError", "PagedCache", "PagedLayer", "PagedStep",
+    "QuantSpec", "QuantizedCache", "QuantizedLayer", "RaggedLayer", "Report", "Sequence", "SharedLayer",
+    "SlidingWindowLayer", "StateLayer", "StatePool", "StaticCache", "StaticLayer",
+    "StaticSlidingWindowLayer", "Step", "from_config", "load",
 ]  # fmt: skip
 __dir__ = __all__.copy  # modules are not listed

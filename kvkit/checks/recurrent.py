@@ -337,7 +337,8 @@ def checked_delta_gates(call: GateArguments) -> GateCall:
         raise argument_error("b", f"the dtype of a, {fmt}", call.b.dtype)
     if call.b.shape != outer:
         raise argument_error("b", f"shape {outer}", call.b.shape)
-    check_not_empty("a", call.a[None] if call.a.ndim == 2 else call.a)
+    if not min(call.a.shape[len(outer) - 1 :]):
+        raise argument_error("a", "at least one head and one element a head", f"shape {call.a.shape}")
     bound = None if call.lower_bound is None else finite_number("lower_bound", call.lower_bound)
     if bound is not None and bound >= 0:
         raise argument_error("lower_bound", "a number below 0", bound)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvkit.cache.layers.dynamic import DynamicLayer, StaticLayer
+from kvkit.cache.layers.gated_delta import GatedDeltaLayer
 from kvkit.cache.layers.latent import IndexedLayer, LatentLayer
 from kvkit.cache.layers.positions import describe_rotation, restored_rotation
 from kvkit.cache.layers.quant_spec import QuantSpec
@@ -16,8 +17,8 @@ from kvkit.cache.paged.ragged import RaggedLayer
 KINDS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
-        DynamicLayer, IndexedLayer, LatentLayer, QuantizedLayer, RaggedLayer, SharedLayer, SlidingWindowLayer,
-        StateLayer, StaticLayer, StaticSlidingWindowLayer,
+        DynamicLayer, GatedDeltaLayer, IndexedLayer, LatentLayer, QuantizedLayer, RaggedLayer,
+        SharedLayer, SlidingWindowLayer, StateLayer, StaticLayer, StaticSlidingWindowLayer,
     )
 }  # fmt: skip
 
