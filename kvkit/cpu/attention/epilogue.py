@@ -13,6 +13,7 @@ import numpy as np
 from numba import types
 
 from kvkit.cpu import memory
+from kvkit.cpu.attention.engines.load import row_run
 from kvkit.cpu.attention.engines.nan_safe import SHRINK
 from kvkit.cpu.attention.online_softmax import fold
 from kvkit.cpu.attention.params import block_at, params_at
@@ -45,12 +46,16 @@ def finish(params, block, engine, split, states):
             pairs.in_order(o, lines, tile.live, dim)
             o = lines
         elif block.wide:
+            if not block.nan_safe:
+                attention.wide_sums_times_zero(o, tile.l, tile.live, dim, number)
+                if get_float(number) != np.float32(0):
+                    return False
             transpose(o, 4 * WIDE, dim, WIDE, lines, 4 * dim)
             o = lines
         for r in range(tile.live):
             line = o + 4 * r * dim
             m, l = fold(tile.m, tile.l, r, block.rows)
-            if not block.nan_safe:
+            if not (block.nan_safe or (block.wide and not engine.interleaves)):
                 attention.sum_times_zero(line, dim, number)
                 if get_float(number) + l * np.float32(0) != np.float32(0):
                     return False
@@ -62,7 +67,9 @@ def finish(params, block, engine, split, states):
                 put_float(target + 4 * dim + 4, l)
                 put_float(target + 4 * dim + 8, grow)
             else:
-                write_row(params, block, tile, r, line, m=m, l=l, grow=grow)
+                normalize_row(params, block, tile, r, line, m=m, l=l, grow=grow)
+        if not states:
+            write_rows(params, block, tile, 0, tile.live, o)
     return True
 
 
@@ -88,7 +95,8 @@ def merge_splits(params_address, block_address, splits, states):
                 if weight != np.float32(0):
                     put_float(number, numeric.normalizer(weight, l, get_float(at + 8)))
                     attention.add_scaled(at - 4 * dim, line, dim, number)
-            write_row(params, block, tile, r, line, m=m, l=l, grow=l)
+            normalize_row(params, block, tile, r, line, m=m, l=l, grow=l)
+            write_rows(params, block, tile, r, r + 1, line - 4 * r * dim)
 
 
 @functools.cache
@@ -98,11 +106,10 @@ def merge_code():
 
 
 @helper
-def write_row(params, block, tile, r, line, m, l, grow):
-    """Write O times `grow` / l of a query row in the format of the output, and m + log l."""
+def normalize_row(params, block, tile, r, line, m, l, grow):
+    """Multiply O of a query row with `grow` / l, and write m + log l."""
     token, member = (tile.first + r) // params.group, (tile.first + r) % params.group
-    head = tile.head * params.group + member
-    place, shrink = get(params.seqstarts + 8 * block.sequence) + token, np.float32(1)
+    head, shrink = tile.head * params.group + member, np.float32(1)
     if params.sinks:
         row = block.sequence % params.sink_sequences * params.heads * params.group
         m, l, shrink = numeric.add_sink(m, l, get_float(params.sinks + 4 * (row + head)))
@@ -111,8 +118,24 @@ def write_row(params, block, tile, r, line, m, l, grow):
         at = params.value_factors + block.sequence * params.factor_sequence + tile.head * params.factor_head
         put_float(block.number, get_float(block.number) * get_float(at))
     attention.scale_by(line, line, params.values.padded_dim, block.number)
-    target = params.out + block.sequence * params.out_sequence + place * params.out_token
-    call_rows(params.float_to_out, packed=target + head * params.out_head, cache=line, dim=params.values.dim)
     if params.lse:
-        at = params.lse + block.sequence * params.lse_sequence + place * params.lse_token
+        at = params.lse + block.sequence * params.lse_sequence
+        at += (get(params.seqstarts + 8 * block.sequence) + token) * params.lse_token
         put_float(at + head * params.lse_head, numeric.log_sum(m, l))
+
+
+@helper
+def write_rows(params, block, tile, r, end, lines):
+    """Write rows r..end of a tile, at `lines` [rows, dim], in the format of the output."""
+    start, line_bytes = get(params.seqstarts + 8 * block.sequence), 4 * params.values.padded_dim
+    while r < end:
+        token, member = (tile.first + r) // params.group, (tile.first + r) % params.group
+        count, step = row_run(params, tile, r, params.out_token, params.out_head)
+        count = min(count, end - r)
+        target = params.out + block.sequence * params.out_sequence + (start + token) * params.out_token
+        call_rows(
+            params.float_to_out, packed=target + (tile.head * params.group + member) * params.out_head,
+            packed_token=step, cache=lines + r * line_bytes, cache_token=line_bytes, tokens=count,
+            dim=params.values.dim,
+        )  # fmt: skip
+        r += count

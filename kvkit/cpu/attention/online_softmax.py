@@ -19,7 +19,8 @@ LANES, WIDE = attention.LANES, attention.WIDE
 MINUS_INF = numeric.MINUS_INF
 
 get_float, put_float = memory.load(types.float32), memory.store(types.float32)
-online_softmax = attention.online_softmax
+put_int = memory.store(types.int32)
+online_softmax, hide_rows = attention.online_softmax, attention.hide_rows
 
 
 @helper
@@ -79,6 +80,9 @@ def visible_in_block(params, block, tile, token):
 @helper
 def hide(params, block, tile):
     """Set the scores of keys that the causal rule or the window hides to -inf."""
+    if block.wide:
+        hide_in_wide_tile(params, block, tile)
+        return
     step = 4 * block.rows
     for r in range(tile.live):
         low, high = visible_in_block(params, block, tile, (tile.first + r) // params.group)
@@ -87,3 +91,17 @@ def hide(params, block, tile):
             put_float(at + t * step, MINUS_INF)
         for t in range(high, tile.count):
             put_float(at + t * step, MINUS_INF)
+
+
+@helper
+def hide_in_wide_tile(params, block, tile):
+    """Set the scores of hidden keys to -inf, token by token from the first that some row does not see."""
+    ranges, first = block.workspace + params.workspace.lines, tile.count
+    for r in range(WIDE):
+        low, high = np.int64(0), tile.count
+        if r < tile.live:
+            low, high = visible_in_block(params, block, tile, (tile.first + r) // params.group)
+        put_int(ranges + 4 * r, np.int32(low))
+        put_int(ranges + 4 * (WIDE + r), np.int32(high))
+        first = min(first, np.int64(0) if low else high)
+    hide_rows(tile.scores, ranges, first, tile.count)

@@ -24,12 +24,12 @@ SIDE = Record(
     "table step element bytes scale_tokens dim padded_dim to_float to_bfloat16",
 )
 # The machine code (params, block, tile) of each step for one kind of tile, or 0. `queries` converts queries
-# to the engine's form, and `load` the block's keys and values. `scores` computes S = K Q^T; `scales_scores`
-# says that it also multiplies with the scale, which otherwise queries contain. `sums` computes O = O alpha +
-# P V; `softmax` says that it computes the softmax before, and `interleaves` that O is [rows, dim] with its
-# elements in the order of `pairs.interleave`. `finish` releases what `queries` took, where
-# a work item ends, and converts m, if it needs that.
-ENGINE = Record("queries load scores sums finish softmax scales_scores interleaves")
+# to the engine's form, from those of the call if `reads_queries`, else from float32; `load` converts the
+# block's keys and values. `scores` computes S = K Q^T; `scales_scores` says that it also multiplies with the
+# scale, which otherwise queries contain. `sums` computes O = O alpha + P V; `softmax` says that it computes
+# the softmax before, and `interleaves` that O is [rows, dim] with its elements in the order of
+# `pairs.interleave`. `finish` releases what `queries` took, where a work item ends, and converts m.
+ENGINE = Record("queries load scores sums finish softmax scales_scores reads_queries interleaves")
 ENGINE_BYTES = ENGINE.dtype.itemsize
 # Byte offsets of a worker's buffers in its workspace.
 WORKSPACE = Record(
@@ -78,7 +78,7 @@ WIDE_ENGINE, SPECIAL_ENGINE = 4, 5
 BLOCK = Record(
     "workspace number sequence table_row seqlen kvlen query_rows",
     "rows tiles row head wide widens nan_safe together",
-    "first begin end size count known lead uneven values_in_keys",
+    "first begin end size count known lead uneven scored values_in_keys",
     "key_row_ids value_row_ids key_addresses value_addresses",
     "prefetch_in_scores prefetch_in_sums prefetch_shift prefetch_twice prefetch_scales touches_pages",
     "key_ids value_ids key_row value_row wide_keys wide_values weights",

@@ -342,7 +342,7 @@ def workspace_fields(form, block, lead):
     sizes = {  # row ids and addresses: of keys, then of values
         "block": BLOCK.dtype.itemsize, "tiles": tiles * TILE.dtype.itemsize, "number": 4,
         "row_ids": 16 * (ids + addresses),
-        "scores": 4 * max(WIDE * (WIDE_BLOCK + LANES), narrow_rows * block),
+        "scores": 4 * max(2 * WIDE * (WIDE_BLOCK + LANES), narrow_rows * block),
         "alpha": 8 * rows + 8 * WIDE, "m": 8 * rows, "l": 8 * rows,  # narrow tiles have at least 16 lanes
         "queries": 4 * rows * dim, "engine_queries": rows * query_bytes, "o": 4 * rows * value_dim,
         "wide_keys": 4 * WIDE_BLOCK * dim, "wide_values": 4 * WIDE_BLOCK * value_dim,
@@ -411,9 +411,9 @@ def engines(form, tiles, distances, several):
         if tiles & tile_rows
     }
     if tiles & WIDE and read.pairs:
-        in_place = [as_is(form, i) for i in range(2)]
+        whole = form.dim % tile_products.STEP == 0, as_is(form, 0), as_is(form, 1)
         chosen[SPECIAL_ENGINE] = (
-            bfloat16_tiles.engine(read.tiles == machine.MEMORY, *in_place)
+            bfloat16_tiles.engine(read.tiles == machine.MEMORY, *whole)
             if read.tiles
             else bfloat16_pairs.engine()
         )

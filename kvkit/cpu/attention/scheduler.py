@@ -138,7 +138,10 @@ def attend(params, block, split, splits, states):
     if not finish(params, block, engine, split, states):  # a sum is not finite
         block.nan_safe, block.size = 1, min(block.size, params.wide_block)  # values are widened
         clear_padding(params, block)
-        attend_blocks(params, block, engine_of(params, block))
+        floats = engine_of(params, block)
+        if block.wide:
+            load_queries(params, block, floats)
+        attend_blocks(params, block, floats)
         finish(params, block, engine, split, states)
     if params.key_sums:
         call_engine(params.add_key_weights, params, block, block)

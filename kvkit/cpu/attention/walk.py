@@ -11,7 +11,7 @@ import numpy as np
 from numba import types
 
 from kvkit.cpu import memory
-from kvkit.cpu.attention.engines.load import rows_of_head, widen_rows
+from kvkit.cpu.attention.engines.load import query_at, row_run, rows_of_head, widen_rows
 from kvkit.cpu.attention.engines.nan_safe import nan_safe_scores, nan_safe_sums, shrink_weights
 from kvkit.cpu.attention.online_softmax import hide, hides, softmax, visible
 from kvkit.cpu.attention.params import (
@@ -205,7 +205,8 @@ def set_up_tiles(params, block):
         )
         tile.queries = at + offsets.queries + 4 * t * rows * dim
         tile.engine_queries = at + offsets.engine_queries + t * rows * params.engine_query_bytes
-        tile.scores = at + offsets.scores + t % block.together * (-(-score_bytes // 64) * 64)
+        buffers = 2 if block.wide else block.together  # engines may score the next wide tile early
+        tile.scores = at + offsets.scores + t % buffers * (-(-score_bytes // 64) * 64)
         tile.alpha = at + offsets.alpha + 4 * lanes * (t % block.together)
         tile.m, tile.l = at + offsets.m + 4 * lanes * t, at + offsets.l + 4 * lanes * t
         tile.o = at + offsets.o + 4 * t * rows * value_dim
@@ -215,26 +216,24 @@ def set_up_tiles(params, block):
 def load_queries(params, block, engine):
     """Load the queries of every tile as float32 times the scale, [dim, rows] if wide, else in panels.
 
-    An engine whose queries have another form converts them further.
+    An engine whose queries have another form converts them further, or loads them itself.
     """
     lines, dim, wide = block.workspace + params.workspace.lines, params.keys.padded_dim, block.wide
-    start = get(params.seqstarts + 8 * block.sequence)
     for t in range(block.tiles):
         tile = tile_of(params, block, t)
+        if engine.reads_queries:
+            call_engine(engine.queries, params, block, tile)
+            continue
         place = tile.queries if params.integers and not wide else lines  # [rows, dim], in natural order
         if tile.live < block.rows or params.keys.dim < dim:
             attention.clear(place, block.rows * dim)
         r = 0
-        while r < tile.live:  # rows of a token at a time
-            token, member = (tile.first + r) // params.group, (tile.first + r) % params.group
-            count = min(params.group - member, tile.live - r)
-            source = params.query + block.sequence * params.query_sequence
-            source += (start + token) * params.query_token
-            source += (tile.head * params.group + member) * params.query_head
+        while r < tile.live:
+            count, step = row_run(params, tile, r, params.query_token, params.query_head)
             line = place + 4 * r * dim
             call_rows(
-                params.query_to_float, packed=line, packed_token=4 * dim, cache=source,
-                cache_token=params.query_head, tokens=count, dim=params.keys.dim,
+                params.query_to_float, packed=line, packed_token=4 * dim,
+                cache=query_at(params, block, tile, r), cache_token=step, tokens=count, dim=params.keys.dim,
             )  # fmt: skip
             if not engine.scales_scores:
                 attention.scale_by(line, line, count * dim, tile.factor)
@@ -245,8 +244,6 @@ def load_queries(params, block, engine):
             in_panels(place, tile.queries, block.rows, dim, params.orders)
         if engine.queries:
             call_engine(engine.queries, params, block, tile)
-        if wide and engine.scales_scores:  # it has the unscaled queries; floats need scaled ones
-            attention.scale_by(tile.queries, tile.queries, WIDE * dim, tile.factor)
 
 
 @helper

@@ -19,7 +19,7 @@ from numba.core import cgutils
 
 from kvkit.cpu.simd import chunks, lanes
 from kvkit.cpu.simd.chunks import LINE, bytes_of, chunk_order, for_chunks
-from kvkit.cpu.simd.lanes import F32, I64, LANES, RAW, StackSlots, loop, micro_kernel, read, widen, write
+from kvkit.cpu.simd.lanes import F32, I32, I64, LANES, RAW, StackSlots, loop, micro_kernel, read, widen, write
 from kvkit.formats.elements import BY_NAME
 
 WIDE = 32  # query rows of wide products
@@ -514,6 +514,47 @@ def sum_times_zero(b, source, count, target):
     with loop(b, count, LANES) as i:
         sums[0] = read(b, b.add(source, b.mul(i, I64(4))), F32, LANES).fma(0.0, sums[0])
     store_first(b, lanes.sums_of([sums[0], *lanes.zeros(b, LANES, LANES - 1)]), target)
+
+
+@micro_kernel
+def wide_sums_times_zero(b, sums, l_at, live, dim, target):
+    """Write 0 if O [dim, WIDE] and l are finite in the first `live` rows, else NaN."""
+    bad = StackSlots(b, lanes.zeros(b, LANES, WIDE // LANES))
+    for half in range(WIDE // LANES):
+        bad[half] = read(b, b.add(l_at, I64(4 * LANES * half)), F32, LANES) * 0.0
+    with loop(b, dim) as i:
+        for half in range(WIDE // LANES):
+            at = b.add(sums, b.add(b.mul(i, I64(4 * WIDE)), I64(4 * LANES * half)))
+            bad[half] = bad[half] + read(b, at, F32, LANES) * 0.0
+    total = lanes.zeros(b, LANES)[0]
+    for half in range(WIDE // LANES):
+        rows = lanes.fill(b, b.trunc(live, I32), LANES).plus(-LANES * half)
+        is_live = b.icmp_signed(">", rows.value, rows.of(list(range(LANES))))
+        total = total + lanes.Lanes(b, b.select(is_live, bad[half].value, total.of(0.0)))
+    store_first(b, lanes.sums_of([total] * 8), target)
+
+
+@micro_kernel
+def hide_rows(b, scores, ranges, first, count):
+    """Set scores [tokens, WIDE] of tokens first..count to -inf where a row does not see the token.
+
+    `ranges` are the first token that each row sees, int32 [WIDE], and the first one behind, [WIDE].
+    """
+    low, high = (
+        [read(b, b.add(ranges, I64(4 * (WIDE * end + LANES * half))), I32, LANES) for half in range(2)]
+        for end in range(2)
+    )
+    with loop(b, b.sub(count, first)) as i:
+        t = b.add(first, i)
+        token = lanes.fill(b, b.trunc(t, I32), LANES)
+        for half in range(WIDE // LANES):
+            at = b.add(scores, b.add(b.mul(t, I64(4 * WIDE)), I64(4 * LANES * half)))
+            sees = b.and_(
+                b.icmp_signed("<=", low[half].value, token.value),
+                b.icmp_signed("<", token.value, high[half].value),
+            )
+            score = read(b, at, F32, LANES)
+            write(b, at, lanes.Lanes(b, b.select(sees, score.value, score.of(-math.inf))))
 
 
 def store_first(b, vector, target):

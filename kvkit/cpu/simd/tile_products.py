@@ -36,6 +36,25 @@ def state(in_memory, step):
     return state
 
 
+@micro_kernel
+def pack_queries(b, addresses, live, dim, target):
+    """Write `live` rows of bfloat16 at `addresses` as pairs [dim / 2, WIDE, 2], and zeros for other rows."""
+    last = b.sub(live, I64(1))
+    for half in range(2):
+        rows, inside = [], []
+        for r in range(LANES):
+            row = I64(LANES * half + r)
+            inside.append(b.icmp_signed("<=", row, last))
+            rows.append(lanes.row_id_at(b, addresses, b.select(inside[r], row, last)))
+        with loop(b, dim, STEP) as i:
+            offset = b.mul(i, I64(2))
+            words = [read(b, b.add(row, offset), I32, LANES) for row in rows]
+            words = [Lanes(b, b.select(inside[r], x.value, x.of(0))) for r, x in enumerate(words)]
+            to = b.add(target, b.add(b.mul(i, I64(PAIRED // 2)), I64(ROW * half)))
+            for k, column in enumerate(transposed_vectors(words)):
+                write(b, b.add(to, I64(PAIRED * k)), column)
+
+
 @functools.cache
 def scores(in_memory):
     """Return the micro-kernel of S = K Q^T."""
@@ -48,20 +67,27 @@ def scores(in_memory):
         """
         tiles = Tiles(b, in_memory=in_memory)
         with loop(b, count, STEP) as t:
-            entry = b.add(groups, b.mul(t, I64(GROUP_BYTES // ROWS)))
-            (first, row), (second, second_row) = (
-                [lanes.row_id_at(b, entry, I64(2 * half + i)) for i in range(2)] for half in range(2)
-            )
             for tile in range(4):
                 tiles.zero(tile)
+            keys = keys_at(b, groups, t)
             with loop(b, dim, STEP) as i:
-                offset, query = b.mul(i, I64(2)), b.add(queries, b.mul(i, I64(PAIRED // 2)))
-                keys = (b.add(first, offset), row), (b.add(second, offset), second_row)
-                four_products(b, tiles, keys, query)
-            for tile, place in enumerate(corners(b, b.add(target, b.mul(t, I64(PAIRED))))):
-                tiles.store(tile, place, PAIRED)
+                rows = [(b.add(at, b.mul(i, I64(2))), row) for at, row in keys]
+                four_products(b, tiles, rows, b.add(queries, b.mul(i, I64(PAIRED // 2))))
+            store_scores(b, tiles, target, t)
 
     return scores
+
+
+def keys_at(b, groups, t):
+    """Return (address, stride) of both groups of 16 keys from token t on."""
+    entry = b.add(groups, b.mul(t, I64(GROUP_BYTES // ROWS)))
+    return [[lanes.row_id_at(b, entry, I64(2 * half + i)) for i in range(2)] for half in range(2)]
+
+
+def store_scores(b, tiles, target, t):
+    """Store tiles 0 to 3 as scores of 32 tokens from t on."""
+    for tile, place in enumerate(corners(b, b.add(target, b.mul(t, I64(PAIRED))))):
+        tiles.store(tile, place, PAIRED)
 
 
 @functools.cache
@@ -87,16 +113,23 @@ def sums(in_memory):
     return sums
 
 
-def four_products(b, tiles, rows, x):
-    """Add the products of two tiles of A, at (address, stride), and both halves of B, loads in between."""
-    tiles.load(4, *rows[0])
-    tiles.load(6, x, PAIRED)
-    tiles.multiply(0, 4, 6)
-    tiles.load(7, b.add(x, I64(ROW)), PAIRED)
-    tiles.multiply(1, 4, 7)
-    tiles.load(5, *rows[1])
-    tiles.multiply(2, 5, 6)
-    tiles.multiply(3, 5, 7)
+def four_products(b, tiles, rows, x, between=None):
+    """Add the products of two tiles of A, at (address, stride), and both halves of B.
+
+    Loads are in between, and what `between`(number of the product) emits.
+    """
+    steps = [
+        (0, 4, 6, ((4, *rows[0]), (6, x, PAIRED))),
+        (1, 4, 7, ((7, b.add(x, I64(ROW)), PAIRED),)),
+        (2, 5, 6, ((5, *rows[1]),)),
+        (3, 5, 7, ()),
+    ]
+    for number, (c, left, right, loads) in enumerate(steps):
+        for load in loads:
+            tiles.load(*load)
+        tiles.multiply(c, left, right)
+        if between:
+            between(number)
 
 
 def corners(b, at):
@@ -135,10 +168,10 @@ def transpose_values(b, addresses, count, dim, target):
 
 
 @micro_kernel
-def softmax(b, scores, count, m_at, l_at, sums, dim, scale):
-    """Replace S by P, in pairs of tokens; update m and l, and rescale O [dim, WIDE] if a maximum grew much.
+def grow_maximum(b, scores, count, m_at, l_at, sums, dim, scale):
+    """Update m by scores of `count` tokens; where it grew by much, rescale l and O [dim, WIDE].
 
-    P of tokens after `count` is 0, up to a multiple of 32. `scale` is the address of a positive number.
+    Scores after `count` become -inf, up to a multiple of 32. `scale` is the address of a positive number.
     """
     minus_inf = Lanes(b, ir.Constant(ir.VectorType(F32, LANES), [float("-inf")] * LANES))
     whole = b.and_(b.add(count, I64(STEP - 1)), I64(-STEP))
@@ -158,9 +191,8 @@ def softmax(b, scores, count, m_at, l_at, sums, dim, scale):
         more = b.fcmp_ordered(">", top.value, (old[half] + LAZY).value)
         new.append(Lanes(b, b.select(more, top.value, old[half].value)))
         grown.append(b.bitcast(more, I16))
-    base = [each.max(LOWEST) for each in new]
     with b.if_then(b.icmp_unsigned("!=", b.or_(*grown), I16(0))):
-        alpha = [power_of_two(old[half] - base[half]) for half in range(2)]
+        alpha = [power_of_two(old[half] - new[half].max(LOWEST), 5) for half in range(2)]
         for half in range(2):
             at = b.add(l_at, I64(ROW * half))
             write(b, at, read(b, at, F32, LANES) * alpha[half])
@@ -169,19 +201,78 @@ def softmax(b, scores, count, m_at, l_at, sums, dim, scale):
             for k in range(8):
                 at = score_at(b, sums, b.add(i, I64(k // 2)), k % 2)
                 write(b, at, read(b, at, F32, LANES) * alpha[k % 2])
-    total = StackSlots(b, [read(b, b.add(l_at, I64(ROW * half)), F32, LANES) for half in range(2)])
-    with loop(b, whole, 2) as t:
+
+
+class Weights:
+    """Emits P = 2^(c S - m) in place of S, in pairs of tokens, and l."""
+
+    def __init__(self, b, scores, m_at, l_at, scale):
+        self.b, self.scores, self.l_at = b, scores, l_at
+        self.c = lanes.broadcast(b, scale, LANES) * LOG2E
+        self.m = [read(b, b.add(m_at, I64(ROW * half)), F32, LANES).max(LOWEST) for half in range(2)]
+        self.l = StackSlots(b, [read(b, b.add(l_at, I64(ROW * half)), F32, LANES) for half in range(2)])
+
+    def two_tokens(self, t):
+        """Write P of tokens t and t + 1."""
+        b = self.b
         for half in range(2):
-            at = score_at(b, scores, t, half)
+            at = score_at(b, self.scores, t, half)
             pair = [
-                power_of_two(read(b, b.add(at, I64(PAIRED * k)), F32, LANES) * c - base[half])
+                power_of_two(read(b, b.add(at, I64(PAIRED * k)), F32, LANES) * self.c - self.m[half])
                 for k in range(2)
             ]
-            total[half] = total[half] + (pair[0] + pair[1])
-            place = b.add(scores, b.add(b.mul(t, I64(PAIRED // 2)), I64(ROW * half)))
+            self.l[half] = self.l[half] + (pair[0] + pair[1])
+            place = b.add(self.scores, b.add(b.mul(t, I64(PAIRED // 2)), I64(ROW * half)))
             write(b, place, bfloat16_pairs(*pair))
-    for half in range(2):
-        write(b, b.add(l_at, I64(ROW * half)), total[half])
+
+    def write_sums(self):
+        """Write l."""
+        for half in range(2):
+            write(self.b, self.b.add(self.l_at, I64(ROW * half)), self.l[half])
+
+
+@micro_kernel
+def weights(b, scores, count, m_at, l_at, scale):
+    """Replace S by P, in pairs of tokens, and update l; 32 divides `count`."""
+    p = Weights(b, scores, m_at, l_at, scale)
+    with loop(b, count, 2) as t:
+        p.two_tokens(t)
+    p.write_sums()
+
+
+@functools.cache
+def weights_and_scores(in_memory):
+    """Return the micro-kernel of `weights` of a tile and `scores` of the next one, step by step.
+
+    So vectors are computed while the processor multiplies tiles.
+    """
+
+    @micro_kernel
+    def weights_and_scores(b, scores, count, m_at, l_at, scale, queries, groups, dim, target):
+        p, tiles = Weights(b, scores, m_at, l_at, scale), Tiles(b, in_memory=in_memory)
+        with loop(b, count, STEP) as t:
+            for tile in range(4):
+                tiles.zero(tile)
+            keys = keys_at(b, groups, t)
+            with loop(b, dim, STEP) as i:
+                first = b.lshr(
+                    i, I64(2)
+                )  # of eight tokens, whose weights are computed between these products
+                rows = [(b.add(at, b.mul(i, I64(2))), row) for at, row in keys]
+                query, more = b.add(queries, b.mul(i, I64(PAIRED // 2))), b.icmp_signed("<", first, I64(STEP))
+
+                def weigh(k, first=first, t=t, more=more):
+                    with b.if_then(more):
+                        p.two_tokens(b.add(t, b.add(first, I64(2 * k))))
+
+                four_products(b, tiles, rows, query, weigh)
+            begin = b.lshr(dim, I64(2))
+            with loop(b, b.sub(I64(STEP), begin), 2) as k:
+                p.two_tokens(b.add(t, b.add(begin, k)))
+            store_scores(b, tiles, target, t)
+        p.write_sums()
+
+    return weights_and_scores
 
 
 def score_at(b, scores, token, half):
@@ -197,8 +288,11 @@ def power_series(degree):
     return [float(c) for c in np.linalg.lstsq(powers, np.ones(64), rcond=None)[0]]
 
 
-def power_of_two(x, degree=5):
-    """Return 2 to the power of lanes below 128, within 3e-7 of it (AVX-512): -inf gives 0, NaN gives NaN."""
+def power_of_two(x, degree=4):
+    """Return 2 to the power of lanes below 128 (AVX-512), within 4e-6 of it, or 3e-7 by degree 5.
+
+    -inf gives 0, NaN gives NaN.
+    """
     b, mask = x.builder, ir.Constant(I16, 0xFFFF)
     reduce, scale = "llvm.x86.avx512.mask.reduce.ps.512", "llvm.x86.avx512.mask.scalef.ps.512"
     first, *others = power_series(degree)

@@ -14,8 +14,15 @@ import numpy as np
 from numba import types
 
 from kvkit.cpu import memory
-from kvkit.cpu.attention.engines.load import load_range, load_rows, rows_of_head, run_end
-from kvkit.cpu.attention.params import block_at, params_at, step_code, tile_at
+from kvkit.cpu.attention.engines.load import (
+    load_range,
+    load_rows,
+    query_at,
+    row_run,
+    rows_of_head,
+    run_end,
+)
+from kvkit.cpu.attention.params import TILE, block_at, params_at, step_code, tile_at
 from kvkit.cpu.simd import attention, pairs, tile_products
 from kvkit.cpu.simd.attention import WIDE
 from kvkit.cpu.simd.tile_products import GROUP_BYTES, LN2
@@ -23,22 +30,34 @@ from kvkit.cpu.simd.tiles import ROW, ROWS
 from kvkit.runtime.jit import helper
 
 CLOSE = 2  # rows are read in place if less than so many times their size apart: others miss the L1 cache
+TILE_BYTES, address_of = TILE.dtype.itemsize, memory.address_of
 get, put = memory.load(types.int64), memory.store(types.int64)
 get_float, put_float = memory.load(types.float32), memory.store(types.float32)
 
 
 @functools.cache
-def paired_queries(in_memory):
-    """Compile the conversion of queries to pairs of bfloat16, which is exact; it opens the thread's tiles."""
+def paired_queries(in_memory, whole):
+    """Compile the load of queries as pairs of bfloat16, which opens the thread's tiles.
+
+    Rows of the call are read as they are if they are `whole` steps of bfloat16, else converted from float32.
+    """
     open_tiles = tile_products.state(in_memory, "open")
 
-    def queries(params_address, block_address, tile_address):
-        params, tile = params_at(params_address), tile_at(tile_address)
+    def paired_queries(params_address, block_address, tile_address):
+        params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
         if not tile.index:
             open_tiles()
-        pairs.pair_rows(tile.queries, params.keys.padded_dim, tile.engine_queries)
+        dim, r, addresses = params.keys.padded_dim, 0, block.key_addresses
+        if not whole:
+            pairs.pair_rows(tile.queries, dim, tile.engine_queries)
+            return
+        while r < tile.live:
+            count, step = row_run(params, tile, r, params.query_token, params.query_head)
+            attention.write_sequence(query_at(params, block, tile, r), step, count, addresses + 8 * r)
+            r += count
+        tile_products.pack_queries(addresses, tile.live, dim, tile.engine_queries)
 
-    return step_code(queries, ("queries", in_memory))
+    return step_code(paired_queries, ("queries", in_memory, whole))
 
 
 @functools.cache
@@ -66,6 +85,7 @@ def load(keys_as_is, values_as_is):
     def load(params_address, block_address, tile_address):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
         values, dim = params.values, params.values.padded_dim
+        block.scored = 0
         copied = load_keys(params, block, tile, keys_as_is)
         addresses = block.value_addresses
         if values_as_is:
@@ -127,7 +147,9 @@ def scores(in_memory):
 
     def scores(params_address, block_address, tile_address):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
-        multiply(tile.engine_queries, block.key_addresses, tile.count, params.keys.padded_dim, tile.scores)
+        if not (tile.index and block.scored == tile.index):
+            dim = params.keys.padded_dim
+            multiply(tile.engine_queries, block.key_addresses, tile.count, dim, tile.scores)
         if not scaled_in_softmax(params, tile):
             attention.scale_by(tile.scores, tile.scores, tile.count * WIDE, tile.factor)
 
@@ -136,8 +158,11 @@ def scores(in_memory):
 
 @functools.cache
 def sums(in_memory):
-    """Compile the softmax and O = O alpha + P V; scores are overwritten."""
-    multiply = tile_products.sums(in_memory)
+    """Compile the softmax and O = O alpha + P V; scores are overwritten.
+
+    Between the softmax's steps the scores of the next tile are multiplied, if both see all of the block.
+    """
+    multiply, weigh_and_score = tile_products.sums(in_memory), tile_products.weights_and_scores(in_memory)
 
     def sums(params_address, block_address, tile_address):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
@@ -145,10 +170,28 @@ def sums(in_memory):
         if not scaled_in_softmax(params, tile):
             scale = block.number
             put_float(scale, np.float32(1))
-        tile_products.softmax(tile.scores, tile.count, tile.m, tile.l, tile.o, dim, scale)
+        tile_products.grow_maximum(tile.scores, tile.count, tile.m, tile.l, tile.o, dim, scale)
+        if next_sees_all(block, tile):
+            after = tile_at(tile_address + TILE_BYTES)
+            weigh_and_score(
+                scores=tile.scores, count=tile.count, m_at=tile.m, l_at=tile.l, scale=scale,
+                queries=after.engine_queries, groups=block.key_addresses, dim=params.keys.padded_dim,
+                target=after.scores,
+            )  # fmt: skip
+            block.scored = after.index
+        else:
+            tile_products.weights(tile.scores, whole(tile.count), tile.m, tile.l, scale)
         multiply(tile.scores, block.wide_values, whole(block.count), whole(tile.count), dim, tile.o)
 
     return step_code(sums, ("sums", in_memory))
+
+
+@helper
+def next_sees_all(block, tile):
+    """Return whether a tile and the next one see all of the block, which is whole steps."""
+    if tile.index + 1 >= block.tiles or tile.count < block.count or block.count % tile_products.STEP:
+        return False
+    return tile_at(address_of(tile) + TILE_BYTES).unseen_from >= block.begin + block.count
 
 
 @helper
@@ -157,10 +200,14 @@ def whole(count):
     return -(-count // tile_products.STEP) * tile_products.STEP
 
 
-def engine(in_memory, keys_as_is, values_as_is):
-    """Return the engine of tiles, by the processor's instructions or `in_memory`."""
+def engine(in_memory, whole_queries, keys_as_is, values_as_is):
+    """Return the engine of tiles, by the processor's instructions or `in_memory`.
+
+    `whole_queries` says that queries are whole steps of bfloat16, `.._as_is` that rows of the cache are.
+    """
     return {
-        "queries": paired_queries(in_memory).address, "load": load(keys_as_is, values_as_is).address,
+        "queries": paired_queries(in_memory, whole_queries).address, "reads_queries": whole_queries,
+        "load": load(keys_as_is, values_as_is).address,
         "scores": scores(in_memory).address, "sums": sums(in_memory).address,
         "finish": finish(in_memory).address, "softmax": True, "scales_scores": True,
     }  # fmt: skip

@@ -19,6 +19,32 @@ def rows_of_head(side, block, head):
 
 
 @helper
+def query_at(params, block, tile, row):
+    """Return the address of the query of a row of a tile."""
+    token, member = (tile.first + row) // params.group, (tile.first + row) % params.group
+    token += get(params.seqstarts + 8 * block.sequence)
+    head = tile.head * params.group + member
+    return (
+        params.query
+        + block.sequence * params.query_sequence
+        + token * params.query_token
+        + head * params.query_head
+    )
+
+
+@helper
+def row_run(params, tile, row, token_step, head_step):
+    """Return (rows, stride) of the rows of a tile, from one on, that are one stride apart in memory.
+
+    They are the heads of a token that share a key head, or all tokens if each head has a key head of its own.
+    """
+    if params.group == 1:
+        return tile.live - row, token_step
+    member = (tile.first + row) % params.group
+    return min(params.group - member, tile.live - row), head_step
+
+
+@helper
 def row_at(params, block, side, position):
     """Return the row id of a position."""
     place = side.table + block.table_row + params.table_entry * page_of(position, params.page_size)
