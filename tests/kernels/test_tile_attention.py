@@ -61,6 +61,15 @@ CASES = {
     },
     "static cache": lambda rng: static_cache(rng, BF16, 150, 40, layout=1),
     "cache of float32": lambda rng: dynamic_cache(rng, Formats("bf16", "fp32"), LENGTHS),
+    **{
+        str(formats): lambda rng, formats=formats: dynamic_cache(rng, formats, LENGTHS, layout=3)
+        for formats in (
+            Formats("bf16", "int8", "fp16", 8, 8),
+            Formats("bf16", "int8", "bf16", 8, 64),
+            Formats("bf16", "int8", "fp32", 4, 32),
+            Formats("bf16", "int8", "fp16", 4, 64),
+        )
+    },
     "cache of float16": lambda rng: dynamic_cache(rng, Formats("bf16", "fp16"), LENGTHS, layout=3),
 }
 

@@ -224,7 +224,8 @@ def reading(form):
     pairs = bool(decoder.to_bfloat16) if decoder else rounds or fits_bfloat16(form)
     pairs = pairs and form.data == "bfloat16" and form.pairs
     whole = all(padded(dim) % tile_products.STEP == 0 for dim in dims)
-    return Reading(rounds, exact, widens, pairs, width, form.tiles if pairs and whole else None)
+    fits = whole and form.pairs and (pairs or (coded and not decoder))
+    return Reading(rounds, exact, widens, pairs, width, form.tiles if fits else None)
 
 
 def as_is(form, i):
@@ -284,7 +285,8 @@ def fixed_fields(form):
         "heads": form.heads, "heads_interleaved": form.interleaved,
         "scale_bytes": scale_bytes(form),
         "scaled_run": prefetching.ALWAYS if form.interleaved else distances.scaled_run,
-        "widens": read.widens, "rounds": read.rounds, "pairs": read.pairs, "integers": read.width is not None,
+        "widens": read.widens, "rounds": read.rounds, "integers": read.width is not None,
+        "pairs": read.pairs or read.tiles is not None,
         "most_value": MOST_VALUE.get(form.data, 0),
         "keys.dim": form.dim, "keys.padded_dim": padded(form.dim),
         "values.dim": form.value_dim, "values.padded_dim": padded(form.value_dim),
@@ -308,7 +310,7 @@ def lead_tokens(form, tile_rows, block):
 def code_fields(form):
     """Return the fields of machine code that converts rows."""
     read = reading(form)
-    direction = LOAD if read.exact or form.scale in (None, "float32") else READ
+    direction = row_direction(form)
     target = form.data if read.rounds else "float32"
     keys, values = (
         form.decoder.to_float
@@ -323,11 +325,17 @@ def code_fields(form):
     }  # fmt: skip
 
 
+def row_direction(form):
+    """Return whether rows are decoded as a load does, or without rounding code * scale."""
+    return LOAD if reading(form).exact or form.scale in (None, "float32") else READ
+
+
 def rows_to_bfloat16(form):
     """Return the addresses of the code that makes bfloat16 of keys and of values."""
     if form.decoder:
         return [form.decoder.to_bfloat16] * 2
-    return [rows(LOAD, "bfloat16", side).address for side in form.cache_formats]
+    direction = row_direction(form)
+    return [rows(direction, "bfloat16", side, form.scale, form.group).address for side in form.cache_formats]
 
 
 def workspace_fields(form, block, lead):
@@ -336,7 +344,7 @@ def workspace_fields(form, block, lead):
     narrow_rows = NARROW * (form.heads if form.interleaved else 1)
     rows, tiles = max(narrow_rows, TILES * WIDE), max(narrow_rows // NARROW, TILES)
     read = reading(form)
-    query_bytes = 2 * dim if read.pairs else 5 * dim + 64 if read.width else 0
+    query_bytes = 5 * dim + 64 if read.width else 2 * dim if read.pairs or read.tiles else 0
     ids = RUN_TOKENS + max(lead, LONG_RUN_AHEAD // UNAIDED_ROW) + EXTRA_IDS
     addresses = max(RUN_TOKENS, block * narrow_rows // NARROW) + EXTRA_ADDRESSES
     sizes = {  # row ids and addresses: of keys, then of values
@@ -394,7 +402,7 @@ def fill_engines(params, form):
     """Write the address of the table of engines for the kinds of tiles that a scheduled call has."""
     tiles, several = int(params[FIELD["tiles"]]), params[FIELD["group"]] > NARROW
     params[FIELD["engines"]], _ = engines(form, tiles, prefetching.distances(), bool(several))
-    if tiles & WIDE and reading(form).pairs:
+    if tiles & WIDE and (reading(form).pairs or reading(form).tiles):
         params[FIELD["keys.to_bfloat16"]], params[FIELD["values.to_bfloat16"]] = rows_to_bfloat16(form)
 
 
@@ -410,7 +418,7 @@ def engines(form, tiles, distances, several):
         for kind, tile_rows in enumerate(ENGINE_ROWS)
         if tiles & tile_rows
     }
-    if tiles & WIDE and read.pairs:
+    if tiles & WIDE and (read.pairs or read.tiles):
         whole = form.dim % tile_products.STEP == 0, as_is(form, 0), as_is(form, 1)
         chosen[SPECIAL_ENGINE] = (
             bfloat16_tiles.engine(read.tiles == machine.MEMORY, *whole)
