@@ -203,7 +203,7 @@ def grow_maximum(b, scores, count, m_at, l_at, sums, dim, scale):
                 write(b, at, read(b, at, F32, LANES) * alpha[k % 2])
 
 
-class Weights:
+class TileWeights:
     """Emits P = 2^(c S - m) in place of S, in pairs of tokens, and l."""
 
     def __init__(self, b, scores, m_at, l_at, scale):
@@ -234,7 +234,7 @@ class Weights:
 @micro_kernel
 def weights(b, scores, count, m_at, l_at, scale):
     """Replace S by P, in pairs of tokens, and update l; 32 divides `count`."""
-    p = Weights(b, scores, m_at, l_at, scale)
+    p = TileWeights(b, scores, m_at, l_at, scale)
     with loop(b, count, 2) as t:
         p.two_tokens(t)
     p.write_sums()
@@ -249,7 +249,7 @@ def weights_and_scores(in_memory):
 
     @micro_kernel
     def weights_and_scores(b, scores, count, m_at, l_at, scale, queries, groups, dim, target):
-        p, tiles = Weights(b, scores, m_at, l_at, scale), Tiles(b, in_memory=in_memory)
+        p, tiles = TileWeights(b, scores, m_at, l_at, scale), Tiles(b, in_memory=in_memory)
         with loop(b, count, STEP) as t:
             for tile in range(4):
                 tiles.zero(tile)
