@@ -27,7 +27,7 @@ COLOURS = {"error": "red", "warning": "yellow"}
     "--json", "as_json", is_flag=True, help="Print JSON; for several files, one object by file name."
 )
 @click.pass_context
-def check(ctx, sources, before, after, keys, values, cache, dask, as_json, **options):
+def check(ctx, sources, before, after, keys, values, fused, dask, as_json, **options):
     """Find errors in page tables, slots, layouts, scales and data.
 
     FILE holds arrays under the names of `kvkit.tools.check`: block_tables and context_lens, num_blocks and
@@ -54,7 +54,7 @@ def check(ctx, sources, before, after, keys, values, cache, dask, as_json, **opt
     several, results = len(sources) > 1, {}
     with clusters.mapper(dask) as mapper:
         for name, found in zip(
-            sources, mapper(partial(check_file, after, keys, values, cache, options), sources), strict=True
+            sources, mapper(partial(check_file, after, keys, values, fused, options), sources), strict=True
         ):
             results[str(name)] = found
             if as_json:
@@ -73,11 +73,11 @@ def check(ctx, sources, before, after, keys, values, cache, dask, as_json, **opt
     ctx.exit(0 if all(found.checked for found in results.values()) else 2)
 
 
-def check_file(after, keys, values, cache, options, source):
+def check_file(after, keys, values, fused, options, source):
     """Check a file; errors name it."""
 
     def with_options(file):
-        return None if file is None else with_model(by_patterns(file, keys, values, cache), options["model"])
+        return None if file is None else with_model(by_patterns(file, keys, values, fused), options["model"])
 
     with clusters.naming(source):
         caches = with_options(source), with_options(after)

@@ -53,7 +53,7 @@ from kvkit_cli import clusters, complete, show, tool, watch
     "--json", "as_json", is_flag=True, help="Print JSON; for several files, one object by file name."
 )
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing.")
-def convert(sources, target, page_size, axis, dask, as_json, quiet, keys, values, cache, model, **options):
+def convert(sources, target, page_size, axis, dask, as_json, quiet, keys, values, fused, model, **options):
     """Move a cache to another layout, bit for bit, or to another format.
 
     IN is any file that `kvkit inspect` reads. Its cache is the array cache, the arrays cache.0, cache.0.1
@@ -88,7 +88,7 @@ def convert(sources, target, page_size, axis, dask, as_json, quiet, keys, values
         about = {
             "keys": keys,
             "values": values,
-            "cache": cache,
+            "fused": fused,
             "model": model,
             "axis": axis,
             "options": options,
@@ -122,7 +122,7 @@ def targets_of(inputs, target):
     return targets
 
 
-def convert_files(paths, target, keys, values, cache, model, axis, options, quiet, is_here):
+def convert_files(paths, target, keys, values, fused, model, axis, options, quiet, is_here):
     """Convert one file, or several that are joined, to `target`.
 
     A task that runs in this process, `is_here`, shows progress and watches for changes of its files.
@@ -134,7 +134,7 @@ def convert_files(paths, target, keys, values, cache, model, axis, options, quie
     coding = options["format"] is not None  # then layer by layer, and the result is written as it comes
     with clusters.naming(first), watch.watching(mapped if is_here else {}):
         sources = {
-            str(path): with_model(by_patterns(parts[path], keys, values, cache), model) for path in paths
+            str(path): with_model(by_patterns(parts[path], keys, values, fused), model) for path in paths
         }
         source = sources[str(first)]
         if axis is not None:

@@ -25,7 +25,7 @@ from kvkit_cli import clusters, show, tool
 @clusters.on_cluster
 @tool.json_option
 @click.pass_context
-def diff(ctx, a, b, keys, values, cache, model, as_json, dask, **options):
+def diff(ctx, a, b, keys, values, fused, model, as_json, dask, **options):
     """Find where two caches or outputs differ, and why.
 
     A is the expected file, B the actual one. They have arrays of equal names, or caches in two layouts. Each
@@ -44,7 +44,7 @@ def diff(ctx, a, b, keys, values, cache, model, as_json, dask, **options):
         clusters.mapper(dask) as mapper,
         show.progress(f"comparing {a.name}", total, quiet=as_json or dask is not None) as advance,
     ):
-        sides = [with_model(by_patterns(side, keys, values, cache), model) for side in (a, b)]
+        sides = [with_model(by_patterns(side, keys, values, fused), model) for side in (a, b)]
         found = tools.diff(*sides, advance=advance, mapper=mapper, **options)
     causes = set(map(str, found.causes))
     tool.show_result(found, as_json, lambda line: "bold" if line in causes else None)

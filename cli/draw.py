@@ -26,7 +26,7 @@ SVG = ".svg"
 @tool.layout(about="The layout of FILE's cache, if it does not name one.")
 @tool.sizes("Lengths of a layout's axes. For a file, n is the rows of a page.")
 @tool.names
-def draw(what, output, layout, sizes, keys, values, cache):
+def draw(what, output, layout, sizes, keys, values, fused):
     """Draw a layout, or the rows of a saved cache by sequence.
 
     If the file has page tables (block_tables and context_lens, kv_indptr and so on, cells of llama.cpp), each
@@ -44,7 +44,7 @@ def draw(what, output, layout, sizes, keys, values, cache):
         check_target(output)
     kind = "svg" if output else "text"
     if Path(what).exists():
-        picture, notes = draw_file(what, (keys, values, cache), layout, sizes, kind)
+        picture, notes = draw_file(what, (keys, values, fused), layout, sizes, kind)
     elif layout is not None:
         raise KvkitError(f"{what}: no such file: --layout names the layout of a file's cache")
     elif name := known_layout(what):

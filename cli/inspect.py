@@ -16,7 +16,7 @@ from kvkit_cli import tool
 @tool.sizes()
 @tool.model
 @tool.json_option
-def inspect(source, keys, values, cache, model, as_json, **options):
+def inspect(source, keys, values, fused, model, as_json, **options):
     """List what is in a file: arrays, layout, tables, numbers.
 
     FILE is a .npz, .npy or .safetensors file, a file of torch.save, a prompt cache of MLX, a session or state
@@ -29,5 +29,5 @@ def inspect(source, keys, values, cache, model, as_json, **options):
       kvkit inspect pool.npy --layout "b n h (kv c)" --sizes c=64
     """
     tool.show_result(
-        tools.inspect(with_model(by_patterns(source, keys, values, cache), model), **options), as_json
+        tools.inspect(with_model(by_patterns(source, keys, values, fused), model), **options), as_json
     )

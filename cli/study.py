@@ -53,7 +53,7 @@ from kvkit_cli.edit import parse_rope
 @click.pass_context
 def study(
     ctx, source, model, text, tokens, schemes, evict, budget, judge, rope, output, threshold, rotation,
-    layout, keys, values, cache, sizes, dask, as_json,
+    layout, keys, values, fused, sizes, dask, as_json,
 ):  # fmt: skip
     """Measure what quantization and eviction cost a cache, head by head.
 
@@ -81,7 +81,7 @@ def study(
     check_threshold(threshold)
     policies = {"evict": evict, "budget": budget, "judge": judge}
     if source is not None:
-        source = with_model(by_patterns(source, keys, values, cache), model)
+        source = with_model(by_patterns(source, keys, values, fused), model)
     elif model is None:
         raise argument_error("study", "a FILE or --model", "none")
     if source is not None:

@@ -14,7 +14,7 @@ IN_HINTS = (
     "sizes",
     "threshold",
     "layers",
-    "cache",
+    "fused",
 )  # arguments that hints in messages write as layout=
 PATH = click.Path(path_type=Path, readable=False)  # the readers of files check paths
 
@@ -98,7 +98,12 @@ def show_result(found, as_json, style=None):
 
 def names(verb):
     """Add --keys and --values to a verb, or --cache for both in one array: patterns of unknown names."""
-    for option, sides in (("cache", "both keys and values"), ("values", "values"), ("keys", "keys")):
+    options = (
+        ("cache", "fused", "both keys and values"),
+        ("values", "values", "values"),
+        ("keys", "keys", "keys"),
+    )
+    for option, name, sides in options:
         about = f"The names of arrays of {sides}, with {{l}} for the layer's number, if they are unusual."
-        verb = click.option(f"--{option}", metavar="PATTERN", help=about)(verb)
+        verb = click.option(f"--{option}", name, metavar="PATTERN", help=about)(verb)
     return verb

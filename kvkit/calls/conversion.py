@@ -133,6 +133,8 @@ def convert(
         raise argument_error("to_layout", expected, f"'{after}'")
     rotary = known.pop("v", ROTARY) if latent and "kv" in after.names else 0
     read = cache_rows(source, before, known, "source")
+    if out is None:
+        check_equal_heads(read)
     if rotary:
         read = split_rows(read, rotary)
     rows = moved_rows(tables, read)
@@ -178,6 +180,19 @@ def cache_rows(arrays: Any, line: Layout, known: Mapping[str, int], name: str) -
         )
     equidistant = min(part.equidistant for layer in joined for part in layer)
     return CacheRows(name, joined, leaves, *sizes.pop(), equidistant)
+
+
+def check_equal_heads(read: CacheRows) -> None:
+    """Check that one new cache can hold all layers: their heads, elements and types are equal."""
+    shapes = dict.fromkeys(
+        " and values of ".join(
+            f"{' heads of '.join(map(str, part.content.shape))} elements of {part.dtype}"
+            for part in {(part.content.shape, part.dtype): part for part in layer}.values()
+        )
+        for layer in read.layers
+    )
+    if len(shapes) > 1:
+        raise argument_error(read.name, "equal heads in each layer", ", ".join(shapes))
 
 
 def split_rows(cache: CacheRows, rotary: int) -> CacheRows:

@@ -17,6 +17,7 @@ import numpy as np
 from kvkit.files import llama, mapping
 from kvkit.files.contents import Contents
 from kvkit.files.description import Description
+from kvkit.files.errors import file_error
 from kvkit.typed import Array, FilePath
 
 NAME = re.compile(  # files of `local_disk` and `fs`
@@ -36,6 +37,7 @@ LINES = {  # {arrangement of a header: layout}
     1: "| kv l n (h c)", 2: "| n kv (h c)", 3: "| kv n (h c)", 6: "| 1 l n c",
 }  # fmt: skip
 HEADER = 4 * 7  # bytes of seven integers
+GROUPS = "a chunk of layers of two kinds has them in groups, one behind the other, which kvkit does not part"
 NO_SIZES = "the file has elements without sizes: give l, h and c in sizes; n follows"
 
 
@@ -51,6 +53,10 @@ def read(path: FilePath, fields: dict[str, Any]) -> Contents:
     with open(path, "rb") as file:
         data, mapped = mapping.map_file(file)
     sizes: dict[str, int] = {}
+    if tells_less(data):
+        raise file_error(
+            path, f"its header tells the shape of fewer elements: {GROUPS}", "give each group alone"
+        )
     if found := elements_after_header(data):
         array, line = found
         axes = line.removeprefix("| ").replace("(h c)", "").split()
@@ -65,6 +71,17 @@ def read(path: FilePath, fields: dict[str, Any]) -> Contents:
         notes = (NO_SIZES,)
     described = Description(line, sizes, array.dtype.name, rope_applied=True)
     return Contents({"cache": array}, fields, mapped, "chunk of LMCache", described, notes)
+
+
+def tells_less(data: Array) -> bool:
+    """Return whether a header tells the size of the file, but the shape of fewer elements."""
+    if len(data) < HEADER:
+        return False
+    size, arrangement, number, *shape = data[:HEADER].view("<i4").tolist()
+    if size != len(data) - HEADER or arrangement not in LINES or number not in TYPE_NUMBERS:
+        return False
+    told = math.prod(filter(None, shape)) * np.dtype(TYPES[TYPE_NUMBERS[number]]).itemsize
+    return 0 < told < size
 
 
 def elements_after_header(data: Array) -> tuple[Array, str] | None:

@@ -7,7 +7,8 @@ Tensors are called LAYER.PART, in the order of each class's state. The entries o
     0.32            the user's metadata      class of each layer   names of numbers, which are 0-d tensors
 
 Since 0.32 there may be unused rows after the last token. Layers of a known class become ``cache.LAYER.KV``,
-with rows in the order of tokens.
+with rows in the order of tokens. A CacheList of 0.32 has members: tensors of member I of layer L are called
+L.I.0.PART, and L.I.1 has the letters of its class. Members of known classes are layers, too.
 """
 
 import json
@@ -28,7 +29,7 @@ from kvkit.typed import Array, FilePath
 
 LINE = "l kv | b h n c"
 LAYOUTS = {"mlx": True, "mlx-0.31": False}  # {layout: whether its prompt caches are of mlx-lm 0.32}
-FLOATS, CODED = "KVCache", "QuantizedKVCache"
+FLOATS, CODED, MEMBERS = "KVCache", "QuantizedKVCache", "CacheList"
 FIELDS = {  # {class: (names of its numbers since 0.32, before)}; None if its rows cannot be ordered by them
     FLOATS: (("offset",), ()),
     "ConcatenateKVCache": ((), ()),
@@ -97,19 +98,50 @@ def read(path: FilePath, contents: Contents) -> Contents:
     user = {name[2:]: text for name, text in texts.items() if name.startswith("0." if since_032 else "1.")}
     described = stored_description(path, user.pop(tensors.METADATA, None))
     contents = replace(contents, metadata={"classes": kinds, "metadata": user}, kind="prompt cache of MLX")
-    known = {}  # {number of the layer: `PromptLayer`}
-    for number, kind in enumerate(kinds):
+    known: dict[str, PromptLayer] = {}  # {place of the layer, its number or LAYER.MEMBER: layer}
+    places = (
+        places_of(contents.arrays, kinds) if since_032 else {f"{i}": (f"{i}", x) for i, x in enumerate(kinds)}
+    )
+    empty, others = [], set()
+    for place, (begin, kind) in places.items():
         fields = FIELDS.get(kind, (None, None))[0 if since_032 else 1]
-        empty = since_032 and contents.arrays.get(f"{number}.0", np.zeros(1)).size == 0
-        if fields is not None and not empty:
-            known[number] = read_layer(path, contents.arrays, texts, number, fields, since_032)
-    others = sorted({brief(kind) for number, kind in enumerate(kinds) if number not in known})
-    notes = [f"layers are of class {', '.join(others)}, whose arrays kvkit does not know"] if others else []
-    if len({kinds[number] == CODED for number in known}) > 1:
-        raise file_error(path, "it has layers of codes and layers of floats")
+        if fields is None:
+            others.add(brief(kind))
+        elif since_032 and contents.arrays.get(f"{begin}.0", np.zeros(1)).size == 0:
+            empty.append(place)
+        elif since_032 and contents.arrays.get(f"{begin}.1", np.zeros(1)).size == 0:
+            others.add(f"{kind} without values")
+        else:
+            known[place] = read_layer(path, contents.arrays, texts, begin, fields, since_032)
+    kinds_apart = f"layers are of class {', '.join(sorted(others))}, whose arrays kvkit does not know"
+    notes = [kinds_apart] * bool(others) + [f"layers without tokens: {', '.join(empty)}"] * bool(empty)
+    check_one_kind(path, {place: places[place][1] for place in known})
     if not known:
         return replace(contents, notes=tuple(notes))
-    return with_layers(path, contents, known, described, notes)
+    return with_layers(path, contents, known, {x: places[x][0] for x in known}, described, notes)
+
+
+def check_one_kind(path: FilePath, kinds: Mapping[str, str]) -> None:
+    """Refuse layers of codes beside layers of floats, which one description cannot tell."""
+    coded = [place for place, kind in kinds.items() if kind == CODED]
+    plain = [place for place, kind in kinds.items() if kind != CODED]
+    if coded and plain:
+        what = f"it has layers of codes ({brief(', '.join(coded))}) and of floats ({brief(', '.join(plain))})"
+        raise file_error(path, what, "quantize all layers (to_quantized of mlx-lm), or none")
+
+
+def places_of(arrays: Mapping[str, Array], kinds: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return {place: (begin of the names of its tensors, class)} of layers, and of the members of lists."""
+    found: dict[str, tuple[str, str]] = {}
+    for number, kind in enumerate(kinds):
+        member = 0
+        while kind == MEMBERS and (letters := arrays.get(f"{number}.{member}.1")) is not None:
+            name = bytes(letters.astype(np.uint8).ravel()).decode("ascii", "replace")
+            found[f"{number}.{member}"] = f"{number}.{member}.0", name
+            member += 1
+        if not member:
+            found[f"{number}"] = f"{number}", kind
+    return found
 
 
 def classes_of(path: FilePath, texts: Mapping[str, str], group: str) -> list[str]:
@@ -131,7 +163,7 @@ def stored_description(path: FilePath, text: str | None) -> Description:
 
 
 def read_layer(
-    path: FilePath, arrays: Mapping[str, Array], texts: Mapping[str, str], number: int, fields: Sequence[str],
+    path: FilePath, arrays: Mapping[str, Array], texts: Mapping[str, str], number: str, fields: Sequence[str],
     since_032: bool,
 ) -> PromptLayer:  # fmt: skip
     """Return a layer. Its numbers are tensors of the file since mlx-lm 0.32, before they were texts."""
@@ -153,21 +185,25 @@ def read_layer(
 def with_layers(
     path: FilePath,
     contents: Contents,
-    known: Mapping[int, PromptLayer],
+    known: Mapping[str, PromptLayer],
+    begins: Mapping[str, str],
     described: Description,
     notes: list[str],
 ) -> Contents:
     """Return the contents with known layers renamed, their rows in the order of tokens."""
     arrays = arrays_of_layers(known.values())
-    renamed = {f"{number}.{i}" for number, layer in known.items() for i in range(2 + len(layer.numbers))}
-    others = {name: array for name, array in contents.arrays.items()
-              if ".".join(name.split(".")[:2]) not in renamed}  # fmt: skip
-    if [*known] != list(range(len(known))):
-        others["layers"] = np.array([*known])
-    for number, layer in known.items():
+    renamed = tuple(f"{begins[place]}.{i}." for place, x in known.items() for i in range(2 + len(x.numbers)))
+    renamed += tuple(f"{place}.1." for place in known if "." in place)  # the class of a member
+    others = {name: array for name, array in contents.arrays.items() if not f"{name}.".startswith(renamed)}
+    numbers = [int(place.partition(".")[0]) for place in known]
+    if len(set(numbers)) < len(numbers):
+        notes.append(f"layers are counted as they lie in lists: {', '.join(known)}")
+    elif numbers != list(range(len(known))):
+        others["layers"] = np.array(numbers)
+    for place, layer in known.items():
         if layer.missing:
             keep = layer.numbers.get("keep", 0)
-            notes.append(f"layer {number} has a window: row {keep} is token {keep + layer.missing}")
+            notes.append(f"layer {place} has a window: row {keep} is token {keep + layer.missing}")
     sizes, metadata, format = sizes_of(arrays, len(known)), contents.metadata, str(arrays["cache.0.0"].dtype)
     coding = {f"mlx{layer.numbers.get('bits')}:g{layer.numbers.get('group')}" for layer in known.values()}
     if "scales.0.0" in arrays:

@@ -60,8 +60,13 @@ class CheckedSide:
 def stack_view(view: Any) -> np.ndarray:
     """Join the layers of a view to one array [layers, blocks, rows, heads, content]."""
     if isinstance(view, tuple):
-        if len({np.shape(one) for each in view for one in (each if isinstance(each, tuple) else [each])}) > 1:
-            raise argument_error("cache", "layers and sequences of one length", "others")
+        arrays = [one for each in view for one in (each if isinstance(each, tuple) else [each])]
+        if len(shapes := dict.fromkeys(map(np.shape, arrays))) > 1:
+            wanted = "layers and sequences of one length, with equal heads"
+            got = " and ".join(map(str, [*shapes][:3]))
+            raise argument_error(
+                "cache", wanted, f"{got} (kvkit convert --layers 0,2: takes those that are alike)"
+            )
         return np.stack([np.stack(each) if isinstance(each, tuple) else each for each in view])
     return np.asarray(view)
 
@@ -77,6 +82,8 @@ class Case:
         given = rename_tables(source) if isinstance(source, Mapping) else self.source.arrays
         unknown = [name for name in given if name.partition(".")[0] not in KNOWN]
         if len(unknown) == len(given) and self.source.cache is None and not self.source.separate:
+            if self.source.contents.notes:  # which say what the file has instead
+                raise self.source.no_cache()
             wanted = "tables, slots or a cache by name (block_tables, slot_mapping, key_cache...)"
             raise argument_error("arrays", wanted + self.source.pattern_to_give, some_names(unknown))
         self.given = {name: as_numpy(value, name) for name, value in given.items() if value is not None}

@@ -74,7 +74,7 @@ def arrays_of_object(cache: Any) -> dict[str, Any]:
     return found
 
 
-def by_patterns(source: Any, keys: str | None, values: str | None, cache: str | None = None) -> Any:
+def by_patterns(source: Any, keys: str | None, values: str | None, fused: str | None = None) -> Any:
     """Rename the arrays of keys and values of a source, or of both in one array, to the usual names.
 
     Parameters
@@ -82,7 +82,7 @@ def by_patterns(source: Any, keys: str | None, values: str | None, cache: str | 
     source : path, mapping of arrays, or Contents
     keys, values : str or None
         Names of arrays of keys and of values, with {l} for the number of a layer.
-    cache : str or None
+    fused : str or None
         The names of arrays that hold both. Without any of the three the source is returned unchanged.
 
     Examples
@@ -94,12 +94,12 @@ def by_patterns(source: Any, keys: str | None, values: str | None, cache: str | 
     >>> CacheSource(by_patterns(arrays, "attn{l}_k", "attn{l}_v")).axis_sizes
     {'l': 2, 'b': 3, 'n': 8, 'h': 2, 'c': 16}
     """
-    if keys is None and values is None and cache is None:
+    if keys is None and values is None and fused is None:
         return source
     contents, found = contents_of(source), []  # {number of a layer: name} of keys, and of values
-    sides = {"keys": keys, "values": values} if cache is None else {"cache": cache}
-    if cache is not None and not keys is values is None:
-        raise argument_error("cache", "no pattern beside one of keys or values", brief(cache))
+    sides = {"keys": keys, "values": values} if fused is None else {"fused": fused}
+    if fused is not None and not keys is values is None:
+        raise argument_error("fused", "no pattern beside one of keys or values", brief(fused))
     for argument, pattern in sides.items():
         if pattern is None:
             raise argument_error(argument, "a pattern, as the other side has one", "None")
@@ -110,7 +110,7 @@ def by_patterns(source: Any, keys: str | None, values: str | None, cache: str | 
         raise argument_error("values", wanted, f"no layer {missing} in both")
     renamed = {name for side in found for name in side.values()}
     arrays = {name: array for name, array in contents.arrays.items() if name not in renamed}
-    names = PAGED_NAMES if cache is None else (CACHE,)
+    names = PAGED_NAMES if fused is None else (CACHE,)
     for name, pattern, side in zip(names, sides.values(), found, strict=True):
         for at, layer in enumerate(sorted(side)):
             arrays[f"{name}.{at}" if LAYER in str(pattern) else name] = contents.arrays[side[layer]]

@@ -16,7 +16,7 @@ from kvkit.errors import argument_error, brief, describe, printable
 from kvkit.files import Contents, Description, llama_writing
 from kvkit.files.contents import CACHE
 from kvkit.formats import BY_DTYPE, FLOATS
-from kvkit.layouts import tables
+from kvkit.layouts import Layout, tables
 from kvkit.layouts.tables import BlockTable
 from kvkit.layouts.views import KV
 from kvkit.tools import recoding, states
@@ -197,7 +197,7 @@ def convert(
         return to_new_format(opened, target, format or "", from_format, rotation, pairs, progress)
     if rotation is not None:
         raise argument_error("rotation", "a format with it, as codes are decoded to undo it", "to_layout")
-    parse_layout(to_layout, "to_layout")
+    to_layout = with_sides(opened, to_layout)
     if opened.scales_inside:
         wanted = "a format instead, as channels of a block share scales"
         raise argument_error("to_layout", wanted, to_layout)
@@ -235,6 +235,14 @@ def to_new_format(
     facts = made.description, str(source.layout or LINE), made.bytes, False, made.before
     result = Conversion(made.arrays, *facts, metadata=made.metadata, notes=source.guess)
     return write_conversion(target, result) if target is not None and to_state else result
+
+
+def with_sides(source: CacheSource, to_layout: str) -> str:
+    """Return a layout of keys or values alone as that of two such caches, if the source has them apart."""
+    line = parse_layout(to_layout, "to_layout")
+    if len(source.separate) != 2 or "kv" in line.names or "h" not in line.names:
+        return to_layout
+    return str(Layout(("kv", *line.lists), line.axes, line.value_axes))
 
 
 def note_on_pages(source: CacheSource, to_layout: str) -> tuple[str, ...]:
@@ -356,7 +364,7 @@ def move_cache(
                 progress(before + now, total)
 
         sizes = {axis: n for axis, n in source.sizes.items() if name == CACHE or axis != "c"}
-        with source.naming():
+        with source.naming(source.latent_planes):
             moved[name] = layouts.convert(
                 part, source.layout or "", to_layout, sizes=sizes or None, to_sizes=target, tables=pages,
                 verify=verify, progress=advance,

@@ -253,7 +253,10 @@ def open_arrays(
         value_dim = source.sizes.get("v", min(key.dim, LATENT_VALUE)) if latent else None
         if key.tokens != value.tokens:
             raise argument_error("values", f"{key.tokens} tokens, as keys have", value.tokens)
-        own_starts = starts * (key.tokens // max(starts[-1], 1))  # a row of codes may have several tokens
+        own = starts
+        if pages is None and not source.sequence_starts:  # layers may differ in length
+            own = np.cumsum([0, *map(len, codes.keys[i])])
+        own_starts = own * (key.tokens // max(own[-1], 1))  # a row of codes may have several tokens
         return LayerReader(
             f"layer {numbers[i]}", key, value, own_starts.tolist(), queries and queries[i], value_dim, scale,
             no_queries=no_queries,

@@ -130,12 +130,17 @@ def encode_layer(
 
 
 def sizes_of_layers(layers: Sequence[LayerReader], floats: bool, latent: bool) -> dict[str, int]:
-    """Return {axis: size} of all layers; without the content (c) if it is encoded."""
+    """Return {axis: size} of all layers that all share; without the content (c) if it is encoded."""
     last = layers[-1]
     lengths = set().union(*map(lengths_of, layers))
     sizes = {"l": len(layers), "b": len(last.starts) - 1}
-    sizes |= ({"n": min(lengths)} if len(lengths) == 1 else {}) | ({} if latent else {"h": last.value.heads})
-    if floats:
+    sizes |= {"n": min(lengths)} if len(lengths) == 1 else {}
+    heads, dims = (
+        {(getattr(x.key, name), getattr(x.value, name)) for x in layers} for name in ("heads", "dim")
+    )
+    if len(heads) == 1 and not latent:
+        sizes["h"] = last.value.heads
+    if len(dims) == 1 and floats:
         sizes |= {"c": last.key.dim} | ({} if last.value.dim == last.key.dim else {"v": last.value.dim})
     return sizes
 

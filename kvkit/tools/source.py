@@ -14,7 +14,7 @@ import numpy as np
 from kvkit import files, layouts
 from kvkit.checks.latent import ds_v4_parts
 from kvkit.errors import KvkitError, argument_error, brief, describe, suggestion
-from kvkit.files import Contents, Description, llama
+from kvkit.files import Contents, Description, llama, lmcache
 from kvkit.files.contents import BESIDE, CACHE, nested
 from kvkit.files.description import parse_description
 from kvkit.formats import FLOATS, NAMED
@@ -111,12 +111,31 @@ class CacheSource(CacheArrays):
 
     @property
     def guess(self) -> tuple[str, ...]:
-        """Return a note on a layout that only names imply, or that they leave open; () for other sources."""
+        """Return notes on what only names or shapes imply: a layout, or keys that may be latent rows."""
+        found = (self.latent_planes,) if self.latent_planes else ()
         if self.stated_layout or not self.separate or self.contents.kind == "arrays":
-            return ()
+            return found
         if self.layout is None:
             return (f"give {self.two_orders}",) if len(self.orders) > 1 else ()
-        return (f"the layout '{self.layout}' is guessed from the names of arrays; give another as layout",)
+        return (
+            f"the layout '{self.layout}' is guessed from the names of arrays; give another as layout",
+            *found,
+        )
+
+    @property
+    def latent_planes(self) -> str:
+        """Return a note on keys and values with the sizes of the two parts of latent rows; "" for others."""
+        line = layouts.parse(self.layout) if self.layout else None
+        if line is None or line.split or line.has_scales or not {"kv", "h"} <= line.names:
+            return ""
+        with contextlib.suppress(KvkitError):
+            sizes = self.axis_sizes
+            if sizes.get("h") == 1 and 0 < 4 * sizes.get("v", 0) <= sizes.get("c", 0):
+                plain = " ".join("1" if axis == "h" else axis for axis in line.axes)
+                parts = f"keys of {sizes['c']} elements and values of {sizes['v']} in one head"
+                as_planes = f"the layout '{' '.join(line.lists)} | {plain}' reads them so"
+                return f"{parts} may be the latent and the rotated part of rows (MLA): {as_planes}"
+        return ""
 
     @cached_property
     def layout(self) -> str | Layout | None:
@@ -213,14 +232,15 @@ class CacheSource(CacheArrays):
     def no_cache(self) -> KvkitError:
         """Return the error of a source whose names tell no cache."""
         wanted = "an array 'cache' and its layout, or keys and values by name (key/value, keys/values)"
-        return argument_error("source", wanted + self.pattern_to_give, some_names(self.arrays))
+        notes = "".join(f" ({note})" for note in self.contents.notes)
+        return argument_error("source", wanted + self.pattern_to_give, some_names(self.arrays) + notes)
 
     @property
     def pattern_to_give(self) -> str:
         """Return words that propose a pattern of the names of large arrays; "" without any."""
         likely = [name for name, x in self.arrays.items() if x.ndim > 2 and x.dtype.kind not in "US"]
         pattern = common_pattern(likely)
-        return "" if pattern is None else f", or a pattern (cache={pattern}, say, and its layout)"
+        return "" if pattern is None else f", or a pattern (fused={pattern}, say, and its layout)"
 
     def check_levels(self) -> None:
         """Refuse one array for a layout with lists, unless it has an axis for each level of them.
@@ -281,8 +301,8 @@ class CacheSource(CacheArrays):
         return KV(views[0], views[-1])
 
     @contextlib.contextmanager
-    def naming(self) -> Iterator[None]:
-        """Name keys and values in errors of `layouts`, which call them arrays[0] and arrays[1]."""
+    def naming(self, hint: str = "") -> Iterator[None]:
+        """Name keys and values in errors of `layouts`, which call them arrays[0] and so on; add a hint."""
         try:
             yield
         except KvkitError as error:
@@ -290,7 +310,11 @@ class CacheSource(CacheArrays):
             for i, name in enumerate(self.side_names or ()):
                 text = text.replace(f"arrays[{i}]", name).replace(f"source[{i}]", name)
             if " in each layer, got " in text:
-                text += " (layers=0,2: takes those of one length)"
+                alike = "of equal heads" if "equal heads in" in text else "of one length"
+                text += f" (layers=0,2: takes those {alike})"
+            if lmcache.NO_SIZES in self.contents.notes:
+                text += f" ({lmcache.GROUPS})"
+            text += f" ({hint})" if hint else ""
             raise KvkitError(text) from error
 
     def require_view(self, both: bool = True) -> KV:

@@ -5,6 +5,7 @@ import re
 import struct
 
 import mlx_caches as scene
+import mlx_edges as edges
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -12,7 +13,8 @@ import safetensors.numpy
 from kvkit import files, formats
 from kvkit.errors import KvkitError
 from kvkit.files import Description, FileError
-from kvkit.tools import convert, inspect, study
+from kvkit.tools import check, convert, inspect, study
+from kvkit.tools.readers import open_cache
 
 VERSIONS = "0.31.3", "0.32.2"
 
@@ -87,14 +89,14 @@ def test_the_package_writes_and_reads_them(tmp_path):
     mx = pytest.importorskip("mlx.core")
     classes = pytest.importorskip("mlx_lm.models.cache")
     path, new = tmp_path / "prompt.safetensors", hasattr(classes.KVCache(), "keys_and_values")
-    for name, check in (("floats", check_floats), ("codes", check_codes)):
+    for name, check_one in (("floats", check_floats), ("codes", check_codes)):
         made = scene.filled(mx, classes, scene.FILES[name])
         classes.save_prompt_cache(str(path), made, {"model": "none"})
         theirs, texts = parts_of(path)
         ours, said = parts_of(written(VERSIONS[new], name))
         assert (theirs.keys(), texts) == (ours.keys(), said)
         assert {k: v.shape for k, v in theirs.items()} == {k: v.shape for k, v in ours.items()}
-        check(files.read(path))
+        check_one(files.read(path))
     for bits in (None, 3, 6):
         cache = {"cache": [scene.rows(0), scene.rows(1)]}
         if bits:
@@ -155,3 +157,76 @@ def test_damaged_files(tmp_path, version, name, tensors, texts, what):
     path = changed(written(version, name), tmp_path / "x", tensors, texts)
     with pytest.raises(KvkitError, match=re.escape(what)):
         files.read(path)
+
+
+@pytest.fixture
+def package():
+    """Return (mlx.core, the classes of mlx-lm's caches)."""
+    mx = pytest.importorskip("mlx.core")
+    classes = pytest.importorskip("mlx_lm.models.cache")
+    if not hasattr(classes.KVCache(), "keys_and_values"):
+        pytest.skip("lists of caches have other names before mlx-lm 0.32")
+    return mx, classes
+
+
+def saved(package, path, layers):
+    package[1].save_prompt_cache(str(path), layers)
+    return files.read(path)
+
+
+def test_members_of_lists_are_layers(package, tmp_path):
+    """Falcon-H1's layers are lists of a state and a KVCache; others have two KVCaches."""
+    mx, classes = package
+    hybrid = [
+        classes.CacheList(edges.states(mx, classes), edges.filled(mx, classes.KVCache(), sign=i))
+        for i in (1, -1)
+    ]
+    found = saved(package, tmp_path / "hybrid.safetensors", hybrid)
+    assert found.notes == ("layers are of class ArraysCache, whose arrays kvkit does not know",)
+    assert "layers" not in found.arrays
+    for i, sign in enumerate((1, -1)):
+        np.testing.assert_array_equal(found.arrays[f"cache.{i}.0"], edges.rows(sign=sign))
+        np.testing.assert_array_equal(found.arrays[f"cache.{i}.1"], -edges.rows(sign=sign))
+    after_states = [edges.states(mx, classes), *hybrid[:1]]
+    assert saved(package, tmp_path / "one.safetensors", after_states).arrays["layers"].tolist() == [1]
+
+    rotating = edges.filled(mx, classes.RotatingKVCache(16, 4), 12)
+    pairs = [classes.CacheList(edges.filled(mx, classes.KVCache()), rotating) for _ in range(2)]
+    found = saved(package, tmp_path / "pairs.safetensors", pairs)
+    assert found.notes[0] == "layers are counted as they lie in lists: 0.0, 0.1, 1.0, 1.1"
+    np.testing.assert_array_equal(found.arrays["cache.3.0"], edges.rows(12))
+    assert open_cache(tmp_path / "pairs.safetensors").layer(1).key.tokens == 12
+    assert not [name for name in found.arrays if not name.startswith("cache.")]
+
+    index = classes.KVCache()  # of DeepSeek V3.2: keys that choose tokens
+    index.update_and_fetch(mx.array(edges.rows()), mx.zeros((1, 2, 20, 0)))
+    found = saved(
+        package,
+        tmp_path / "index.safetensors",
+        [classes.CacheList(edges.filled(mx, classes.KVCache()), index)],
+    )
+    assert found.notes == ("layers are of class KVCache without values, whose arrays kvkit does not know",)
+    np.testing.assert_array_equal(found.arrays["cache.0.0"], edges.rows())
+
+
+def test_layers_without_tokens_are_named(package, tmp_path):
+    mx, classes = package
+    path = tmp_path / "empty.safetensors"
+    assert saved(package, path, [classes.KVCache(), classes.KVCache()]).notes == (
+        "layers without tokens: 0, 1",
+    )
+    for tool in study, check:
+        with pytest.raises(KvkitError, match=r"\(layers without tokens: 0, 1\)$"):
+            tool(path)
+    assert "note: layers without tokens: 0, 1" in str(inspect(path))
+    found = saved(package, path, [classes.KVCache(), edges.filled(mx, classes.KVCache())])
+    assert (found.notes, found.arrays["layers"].tolist()) == (("layers without tokens: 0",), [1])
+
+
+def test_codes_beside_floats_are_named(package, tmp_path):
+    mx, classes = package
+    layers = [edges.filled(mx, classes.KVCache()) for _ in range(3)]
+    layers[1] = layers[1].to_quantized(64, 4)
+    what = r"it has layers of codes \(1\) and of floats \(0, 2\): quantize all layers"
+    with pytest.raises(KvkitError, match=what):
+        saved(package, tmp_path / "mixed.safetensors", layers)

@@ -253,7 +253,7 @@ def test_fused_arrays_under_engines_names(tmp_path, name):
         assert (shown.exit_code, hint in shown.stderr) == (2, True), shown.output
         assert name.format(0) in shown.stderr
         assert "num_blocks" not in shown.stderr
-    assert f"cache={FUSED[name]}" in CliRunner().invoke(main, ["inspect", path]).stdout
+    assert f"fused={FUSED[name]}" in CliRunner().invoke(main, ["inspect", path]).stdout
     given = ["--cache", FUSED[name]]
     for verb in (*verbs, ["inspect", path]):
         shown = CliRunner().invoke(main, [*verb, *given, *layout])
