@@ -81,7 +81,7 @@ def tells_less(data: Array) -> bool:
     if size != len(data) - HEADER or arrangement not in LINES or number not in TYPE_NUMBERS:
         return False
     told = math.prod(filter(None, shape)) * np.dtype(TYPES[TYPE_NUMBERS[number]]).itemsize
-    return 0 < told < size
+    return bool(0 < told < size)
 
 
 def elements_after_header(data: Array) -> tuple[Array, str] | None:
