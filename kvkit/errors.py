@@ -20,6 +20,10 @@ class CapacityError(KvkitError):
     """A cache of fixed size has no room for the new tokens."""
 
 
+class DroppedTokensError(KvkitError, RuntimeError):
+    """A call would go back to tokens that a window has dropped."""
+
+
 class TooFewTokensError(KvkitError):
     """A scorer always keeps more tokens than the context has, or than the budget leaves."""
 

@@ -11,10 +11,17 @@ from typing import Any, Self, SupportsIndex, TypeVar, cast
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvkit.cache.layers.positions import Piece, Rotation, RowPositions, check_rotation, pieces_array, refusal
+from kvkit.cache.layers.positions import (
+    Piece,
+    Rotation,
+    RowPositions,
+    check_call,
+    check_rotation,
+    pieces_array,
+)
 from kvkit.cache.stores import allocation
 from kvkit.checks.values import flag, integer
-from kvkit.errors import add_keyword_hint, argument_error
+from kvkit.errors import KvkitError, add_keyword_hint, argument_error
 from kvkit.runtime.locks import CallLock, LayerLock
 from kvkit.typed import Array, Attended, FilePath, Pair, States
 
@@ -152,9 +159,21 @@ class MovableTokens(ABC):
         Parameters
         ----------
         call : str
-            ``"remove"``, ``"retain"``, ``"shift"``, ``"divide"`` or ``"flatten"``.
+            The name of a method that changes what is stored: ``"remove"``, ``"retain"``, ``"shift"``,
+            ``"divide"``, ``"flatten"``, ``"crop"``, ``"reorder"``, ``"repeat"``, ``"reserve"``, ``"reset"``
+            or ``"compress"``, if the object has it.
         *arguments, **options
             The arguments of the call.
+
+        Raises
+        ------
+        KvkitError
+            If the object has no such method.
+
+        Notes
+        -----
+        It cannot know what only the system knows: whether memory or a disk has room. In pages, `reserve` is
+        the check itself, and a call that copies shared blocks may still raise OutOfBlocksError.
 
         Examples
         --------
@@ -163,11 +182,14 @@ class MovableTokens(ABC):
         'positions: expected positions that are stored, got 3'
         """
 
-        def plan(*arguments: Any, **options: Any) -> Any:
+        try:
             with self._lock:
-                return self.plan(*arguments, **options)
-
-        return refusal(self, plan, call, *arguments, **options)
+                check_call(self, self.plan, call, *arguments, **options)
+        except (KvkitError, TypeError) as error:
+            if str(error).startswith("call: "):
+                raise
+            return str(error)
+        return None
 
     @abstractmethod
     def plan(self, call: str, *arguments: Any, **options: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, SupportsIndex
 
@@ -112,11 +113,9 @@ class Cache(BaseCache):
 
     @one_call_at_a_time
     def reserve(self, query_length: SupportsIndex) -> None:
-        new = integer("query_length", query_length, 0)
+        self.check_reserve(query_length)
         for layer in self.layers:
-            layer.check_room(layer.get_seq_length(), new)
-        for layer in self.layers:
-            layer.reserve(new)
+            layer.reserve(query_length)
 
     def _missing(self, number: int) -> Any:
         """Make the next layer, if layers are made on first use; `update` adds it to the layers."""
@@ -136,8 +135,7 @@ class Cache(BaseCache):
     @one_call_at_a_time
     def crop(self, length: int) -> None:
         """Drop the last tokens of every layer, see `DynamicLayer.crop`."""
-        for layer in self.layers:
-            layer.length_after_crop(length)  # raises before any layer has changed
+        self.check_crop(length)  # raises before any layer has changed
         for layer in self.layers:
             layer.crop(length)
 
@@ -236,10 +234,10 @@ class Cache(BaseCache):
         >>> cache.layers[0].positions, cache.get_seq_length()
         (array([0, 5, 6, 7]), 8)
         """
-        request = compression.Compression(
-            scorer, keep, count, budget, queries, weights, per_head=per_head, renumber=renumber,
-            rope=self._ropes(rope), attention_mask=attention_mask,
-            **compression.split_options(scorer, options, first=first, last=last, threshold=threshold),
+        request = self._compression(
+            options, scorer=scorer, keep=keep, count=count, budget=budget, per_head=per_head,
+            threshold=threshold, first=first, last=last, queries=queries, weights=weights, renumber=renumber,
+            rope=rope, attention_mask=attention_mask,
         )  # fmt: skip
         if not compression.chooses_by_head(self.layers, request):
             return compression.compress(self.layers, self.rearrange, request)
@@ -250,9 +248,51 @@ class Cache(BaseCache):
         self._latest = None
         return report
 
-    def _select(self, indices: ArrayLike) -> None:
+    # What the other calls would refuse, see `can`
+
+    def check_crop(self, length: int) -> None:
+        """Raise the error that `crop` would raise."""
+        for layer in self.layers:
+            layer.length_after_crop(length)
+
+    def check_reorder(self, indices: ArrayLike) -> None:
+        """Raise the error that `reorder` would raise."""
         for layer in self.layers:
             requests.check_rows(indices, layer.batch_size)
+
+    def check_repeat(self, repeats: int) -> None:
+        """Raise the error that `repeat` would raise."""
+        integer("repeats", repeats, 1)
+
+    def check_reserve(self, query_length: SupportsIndex) -> None:
+        """Raise the error that `reserve` would raise."""
+        new = integer("query_length", query_length, 0)
+        for layer in self.layers:
+            layer.check_room(layer.get_seq_length(), new)
+
+    def check_reset(self) -> None:
+        """Raise the error that `reset` would raise: none."""
+
+    def check_compress(self, *arguments: Any, **options: Any) -> None:
+        """Raise the error that `compress` would raise."""
+        named = inspect.signature(type(self).compress).bind(self, *arguments, **options)
+        named.apply_defaults()
+        values = {name: value for name, value in named.arguments.items() if name != "self"}
+        request = self._compression(values.pop("options"), **values)
+        if compression.chooses_by_head(self.layers, request):
+            heads.compress_by_head(self.layers, request)
+        else:
+            compression.plan_layers(self.layers, request)
+
+    def _compression(self, options: dict[str, Any], **arguments: Any) -> compression.Compression:
+        """Return the checked arguments of `compress`, which are given by name; `options` are the scorer's."""
+        ends = {name: arguments.pop(name) for name in ("first", "last", "threshold")}
+        arguments["rope"] = self._ropes(arguments["rope"])
+        split = compression.split_options(arguments["scorer"], options, **ends)
+        return compression.Compression(**arguments | split)
+
+    def _select(self, indices: ArrayLike) -> None:
+        self.check_reorder(indices)
         self._change_batch(lambda layer: layer.reorder(indices))
 
     def _repeat(self, repeats: int) -> None:

@@ -99,8 +99,8 @@ def chooses_by_head(layers: Sequence[Any], request: Compression) -> bool:
     return flag("per_head", request.per_head) or for_heads or ragged or request.threshold is not None
 
 
-def compress(layers: Sequence[Any], rearrange: Callable[[list[Any]], None], request: Compression) -> Report:
-    """Compress layers. All are scored and planned before `rearrange` changes any."""
+def plan_layers(layers: Sequence[Any], request: Compression) -> tuple[dict[int, Any], dict[int, str]]:
+    """Score layers; return the plans of those that change, and why others do not, by number."""
     skipped = {i: reason for i, layer in enumerate(layers) if (reason := reason_to_skip(layer))}
     chosen = [i for i in range(len(layers)) if i not in skipped]
     if flag("renumber", request.renumber) and skipped:
@@ -116,12 +116,40 @@ def compress(layers: Sequence[Any], rearrange: Callable[[list[Any]], None], requ
         positions = layers[i].positions[rows]
         plan = layers[i].plan("retain", positions, renumber=request.renumber, rope=request.rope[i])
         plans[i] = plan._replace(frees=True)
+    return plans, skipped
+
+
+def compress(layers: Sequence[Any], rearrange: Callable[[list[Any]], None], request: Compression) -> Report:
+    """Compress layers. All are scored and planned before `rearrange` changes any."""
+    plans, skipped = plan_layers(layers, request)
     tokens, before = [layer.stored_tokens for layer in layers], sum(layer.nbytes for layer in layers)
     rearrange([plans.get(i) for i in range(len(layers))])
     for i in plans:
         layers[i].trim()
     after = [layer.stored_tokens for layer in layers]
     return Report(tokens, after, before, sum(layer.nbytes for layer in layers), skipped)
+
+
+def plan_sequences(
+    cache: Any, sequences: Sequence[Any], plan: Callable[..., Any], request: Compression
+) -> Any:
+    """Score sequences of a paged cache that have equal positions; return their plan, None without tokens."""
+    plan("remove", 0)  # raises if tokens cannot be removed now
+    if not isinstance(request.budget, str) or request.budget != "uniform":
+        wanted = "'uniform', because all layers and heads of a sequence share its tokens"
+        raise argument_error("budget", wanted, describe(request.budget))
+    layers = [SequencesLayer(cache, sequences, i) for i in range(cache.store.num_layers)]
+    stored = layers[0].stored_tokens
+    if not stored:
+        return None
+    mask = checked_mask(request.attention_mask, layers[:1])
+    request = replace(request, attention_mask=mask)
+    columns, count = count_columns(layers[0], mask), request.count
+    if mask is not None and count is not None:
+        count = min(integer("count", count, 1, stored), columns)
+    count = kept_count(columns, request.keep, count)
+    positions = layers[0].positions[rows_to_keep(layers, layers, count, request)]
+    return plan("retain", positions, renumber=request.renumber)
 
 
 def compress_sequences(
@@ -132,26 +160,12 @@ def compress_sequences(
     request: Compression,
 ) -> Report:
     """Compress sequences of a paged cache that have equal positions, by the mean scores of all layers."""
-    plan("remove", 0)  # raises if tokens cannot be removed now
-    if not isinstance(request.budget, str) or request.budget != "uniform":
-        wanted = "'uniform', because all layers and heads of a sequence share its tokens"
-        raise argument_error("budget", wanted, describe(request.budget))
-    layers = [SequencesLayer(cache, sequences, i) for i in range(cache.store.num_layers)]
-    stored = layers[0].stored_tokens
-    if not stored:
-        none = [0] * len(layers)
-        return Report(none, none, cache.nbytes, cache.nbytes, dict.fromkeys(range(len(layers)), EMPTY))
-    mask = checked_mask(request.attention_mask, layers[:1])
-    request = replace(request, attention_mask=mask)
-    columns, count = count_columns(layers[0], mask), request.count
-    if mask is not None and count is not None:
-        count = min(integer("count", count, 1, stored), columns)
-    count = kept_count(columns, request.keep, count)
-    positions = layers[0].positions[rows_to_keep(layers, layers, count, request)]
-    before = cache.nbytes
-    rearrange(plan("retain", positions, renumber=request.renumber))
-    after = sequences[0].length
-    return Report([stored] * len(layers), [after] * len(layers), before, cache.nbytes, {})
+    planned, layers = plan_sequences(cache, sequences, plan, request), cache.store.num_layers
+    before, stored = cache.nbytes, sequences[0].length if sequences else 0
+    if planned is None:
+        return Report([0] * layers, [0] * layers, before, before, dict.fromkeys(range(layers), EMPTY))
+    rearrange(planned)
+    return Report([stored] * layers, [sequences[0].length] * layers, before, cache.nbytes, {})
 
 
 class SequencesLayer:

@@ -252,7 +252,7 @@ def test_a_crop_without_recording_says_what_to_do():
     layer = SlidingWindowLayer(4)
     append(layer, 1, 2, 3, 4, 5, 6)
     with pytest.raises(
-        RuntimeError, match=r"crop of SlidingWindowLayer to 5 tokens: .* activate_past_recording\(\)"
+        RuntimeError, match=r"^SlidingWindowLayer: expected .* activate_past_recording\(\).*got crop to 5"
     ):
         layer.crop(-1)
     assert append(layer, 7) == [4, 5, 6, 7]

@@ -209,7 +209,7 @@ class GatedDeltaLayer(StateLayer):
 
     # Removing tokens and changing the batch
 
-    def length_after_crop(self, length: int) -> int:
+    def length_after_crop(self, length: int, call: str = "crop") -> int:
         left = requests.length_after_crop(length, self.span.length)
         return left if self._recorded(left) is not None else self._checked_length(left)
 

@@ -27,7 +27,7 @@ from kvkit.cache.stores.memory import Geometry, Store, check_geometry
 from kvkit.cache.stores.span import Span
 from kvkit.checks.arguments import Scoring
 from kvkit.checks.values import flag, integer
-from kvkit.errors import argument_error
+from kvkit.errors import DroppedTokensError, argument_error
 from kvkit.runtime.locks import LayerLock
 from kvkit.typed import Array, Attended, States
 
@@ -296,8 +296,8 @@ class Layer(BaseLayer):
         ------
         KvkitError
             If there are fewer tokens than are to be dropped.
-        RuntimeError
-            If a sliding window would need tokens that are no longer stored.
+        DroppedTokensError
+            If a sliding window would need tokens that are no longer stored: a KvkitError and a RuntimeError.
         """
         length = self.length_after_crop(length)
         if self.row_positions is not None:
@@ -305,16 +305,34 @@ class Layer(BaseLayer):
             self.row_positions = self._needed_positions(rows)
         self._shorten(self.span.cropped(length, self._stored_from(length)))
 
-    def length_after_crop(self, length: int) -> int:
-        """Check a `crop`; return what `get_seq_length` would return after it."""
+    def length_after_crop(self, length: int, call: str = "crop") -> int:
+        """Check a `crop`, or another `call` that drops the last tokens; return the position after it."""
         span = self.span
         left = requests.length_after_crop(length, self.get_seq_length())
         if span.oldest > self._croppable_to(left):
-            raise RuntimeError(
-                f"crop of {self.name} to {left} tokens: its window of {self.window} needs some that are not "
-                "stored; call activate_past_recording() before they are dropped"
-            )
+            wanted = f"a window of {self.window} that stores what {left} tokens need"
+            remedy = "call activate_past_recording() before they are dropped"
+            raise argument_error(self.name, f"{wanted} ({remedy})", f"{call} to {left}", DroppedTokensError)
         return left
+
+    def check_crop(self, length: int) -> None:
+        """Raise the error that `crop` would raise."""
+        self.length_after_crop(length)
+
+    def check_reorder(self, indices: ArrayLike) -> None:
+        """Raise the error that `reorder` would raise."""
+        requests.check_rows(indices, self.batch_size)
+
+    def check_repeat(self, repeats: int) -> None:
+        """Raise the error that `repeat` would raise."""
+        integer("repeats", repeats, 1)
+
+    def check_reserve(self, query_length: SupportsIndex) -> None:
+        """Raise the error that `reserve` would raise."""
+        self.check_room(self.span.length, integer("query_length", query_length, 0))
+
+    def check_reset(self) -> None:
+        """Raise the error that `reset` would raise: none."""
 
     def _shorten(self, span: Span) -> None:
         """Drop the last tokens."""
@@ -329,7 +347,7 @@ class Layer(BaseLayer):
         plan = planner(call)(now, rotation, *arguments, **options)
         plan = plan.without_gaps(older=span.oldest - span.first).in_few_pieces()
         if plan.crops:
-            self.length_after_crop(plan.after.length - now.length)
+            self.length_after_crop(plan.after.length - now.length, call)
         elif plan.changes(now):
             if self.record_past:
                 raise argument_error(self.name, "no past that is recorded (crop first)", call)

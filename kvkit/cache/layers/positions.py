@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 
 from kvkit.checks import index_tensors
 from kvkit.checks.values import flag, integer
-from kvkit.errors import KvkitError, argument_error, describe
+from kvkit.errors import argument_error, describe
 from kvkit.rope import NO_ROTATION, Rope
 from kvkit.typed import Array
 
@@ -270,6 +270,12 @@ PLANS: dict[str, Callable[..., Rearrangement]] = {
 }  # fmt: skip
 
 
+# Verbs that move no tokens: an object has a method `check_VERB` for each that it has.
+OTHER_VERBS = "crop", "reorder", "repeat", "reserve", "reset", "compress"
+OTHER_NAMES = dict.fromkeys(("select", "reorder_cache", "batch_select_indices"), "reorder")
+OTHER_NAMES |= {"batch_repeat_interleave": "repeat"}
+
+
 def plan_move(
     now: RowPositions, rope: Rotation, moves: Array, positions: Array, length: int, may_share: bool = False
 ) -> Rearrangement:
@@ -349,15 +355,19 @@ def planner(call: str) -> Callable[..., Rearrangement]:
     return PLANS[call]
 
 
-def refusal(cache: Any, plan: Callable[..., Any], call: str, *arguments: Any, **options: Any) -> str | None:
-    """Return the message of the error that a call would raise; None if it would raise none."""
-    planner(call)
-    names = list(inspect.signature(getattr(cache, call)).parameters)
-    if "rope" in names[: len(arguments)]:  # `plan` takes it by name
-        options = {"rope": arguments[names.index("rope")]} | options
-        arguments = arguments[: names.index("rope")] + arguments[names.index("rope") + 1 :]
-    try:
-        plan(call, *arguments, **options)
-    except (KvkitError, RuntimeError, TypeError) as error:
-        return str(error)
-    return None
+def check_call(cache: Any, plan: Callable[..., Any], call: str, *arguments: Any, **options: Any) -> None:
+    """Raise the error that a call would raise; nothing changes. `plan` checks calls that move tokens."""
+    verb = OTHER_NAMES.get(call, call)
+    check = getattr(cache, f"check_{verb}", None)
+    if check is not None:
+        check(*arguments, **options)
+        return
+    if verb not in PLANS:
+        known = [*PLANS, *(name for name in OTHER_VERBS if hasattr(cache, f"check_{name}"))]
+        raise argument_error("call", f"one of {', '.join(known)}", repr(call))
+    bound = inspect.signature(getattr(cache, call)).bind(*arguments, **options)
+    bound.apply_defaults()
+    by_name = {name for name, each in bound.signature.parameters.items() if each.kind is each.KEYWORD_ONLY}
+    by_name |= {"rope"}  # as methods call `plan`
+    named = {name: value for name, value in bound.arguments.items() if name in by_name}
+    plan(call, *(value for name, value in bound.arguments.items() if name not in by_name), **named)

@@ -109,13 +109,15 @@ class SharedLayer(Layer):
     def __repr__(self) -> str:
         return f"<{self.name}: the rows of layer {self.of}>"
 
-    def length_after_crop(self, length: int) -> int:
-        return 0 if self.source is None else self.source.length_after_crop(length)
+    def length_after_crop(self, length: int, call: str = "crop") -> int:
+        return 0 if self.source is None else self.source.length_after_crop(length, call)
 
     # Calls that change all layers of a cache
 
     def crop(self, *arguments: Any, **options: Any) -> None:
         """Do nothing: the call changes the layer that this one reads."""
 
+    # What these calls would refuse: nothing
+    check_crop = check_reorder = check_repeat = check_reserve = crop
     load = reserve = repeat = batch_repeat_interleave = crop
     reorder = select = reorder_cache = batch_select_indices = _take_rows = crop

@@ -184,6 +184,8 @@ class StateLayer(Layer):
     def reserve(self, query_length: SupportsIndex) -> None:
         """Do nothing: a state has no room to run out of."""
 
+    check_reserve = reserve
+
     # Sizes and positions
 
     @property
@@ -223,7 +225,7 @@ class StateLayer(Layer):
         if self.store is not None:
             self._return_to(left)
 
-    def length_after_crop(self, length: int) -> int:
+    def length_after_crop(self, length: int, call: str = "crop") -> int:
         return self._checked_length(requests.length_after_crop(length, self.span.length))
 
     def _checked_length(self, left: int) -> int:

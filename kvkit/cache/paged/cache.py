@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as List
 from typing import Any, Literal, NamedTuple, SupportsIndex
 
@@ -392,27 +393,42 @@ class PagedCache(BaseCache):
         >>> seq.positions, seq.next_position
         (array([ 0,  1,  2,  3, 12, 13, 14, 15]), 16)
         """
-        queries, weights = (
-            self._of_paged_layers(name, values)
-            for name, values in (("queries", queries), ("weights", weights))
-        )
-        if not isinstance(scorer, str) and not callable(scorer):
-            scorer = self._of_paged_layers("scorer", scorer)
-        request = compression.Compression(
-            scorer, keep, count, budget, queries, weights, renumber=renumber, rope=self._ropes(rope),
-            options=options, attention_mask=attention_mask,
+        request = self._compression(
+            options, scorer=scorer, keep=keep, count=count, budget=budget, queries=queries, weights=weights,
+            renumber=renumber, rope=rope, attention_mask=attention_mask,
         )  # fmt: skip
-        if isinstance(seq, Batch):
-            rows = self.rows
-            if seq is not rows:
-                raise argument_error("seq", "a sequence from `blocks`, or `rows`", "another cache's rows")
-            plan = functools.partial(rows.plan, rope=rope)
-            return compression.compress_sequences(self, rows.sequences, plan, rows.rearrange, request)
+        sequences, plan = self._planned_of(seq, rope)
+        rearrange = self.rows.rearrange if seq is self.rows else self.rearrange
+        return compression.compress_sequences(self, sequences, plan, rearrange, request)
 
-        def plan_seq(call: str, *arguments: Any, **options: Any) -> SequencePlan:
-            return self.plan(call, seq, *arguments, rope=rope, **options)
+    def check_compress(self, seq: Sequence | Batch, *arguments: Any, **options: Any) -> None:
+        """Raise the error that `compress` would raise."""
+        named = inspect.signature(type(self).compress).bind(self, seq, *arguments, **options)
+        named.apply_defaults()
+        values = {name: value for name, value in named.arguments.items() if name not in ("self", "seq")}
+        request = self._compression(values.pop("options"), **values)
+        compression.plan_sequences(self, *self._planned_of(seq, values["rope"]), request)
 
-        return compression.compress_sequences(self, [seq], plan_seq, self.rearrange, request)
+    def _compression(self, options: dict[str, Any], **arguments: Any) -> compression.Compression:
+        """Return the checked arguments of `compress`, which are given by name; `options` are the scorer's."""
+        lists = ["queries", "weights"]
+        if not isinstance(arguments["scorer"], str) and not callable(arguments["scorer"]):
+            lists.append("scorer")
+        arguments |= {name: self._of_paged_layers(name, arguments[name]) for name in lists}
+        arguments["rope"] = self._ropes(arguments["rope"])
+        return compression.Compression(**arguments, options=options)
+
+    def _planned_of(self, seq: Sequence | Batch, rope: Any) -> tuple[List[Sequence], Callable[..., Any]]:
+        """Return the sequences of a call of `compress`, and the function that plans their moves."""
+        if not isinstance(seq, Batch):
+
+            def plan(call: str, *arguments: Any, **options: Any) -> SequencePlan:
+                return self.plan(call, seq, *arguments, rope=rope, **options)
+
+            return [seq], plan
+        if seq is not self.rows:
+            raise argument_error("seq", "a sequence from `blocks`, or `rows`", "another cache's rows")
+        return self.rows.sequences, functools.partial(self.rows.plan, rope=rope)
 
     @property
     def nbytes(self) -> int:
@@ -470,13 +486,34 @@ class PagedCache(BaseCache):
     @one_call_at_a_time
     def crop(self, length: int) -> None:
         """Keep the first ``length`` tokens of every row; below 0, drop that many; 0 drops none."""
-        for layer in self.states:
-            layer.length_after_crop(length)  # raises before anything has changed
+        self.check_crop(length)  # raises before anything has changed
         self.rows.crop(length)
         for layer in self.states:
             layer.crop(length)
 
+    # What these calls would refuse, see `can`
+
+    def check_crop(self, length: int) -> None:
+        """Raise the error that `crop` would raise."""
+        for layer in self.states:
+            layer.length_after_crop(length)
+        self.rows.check_crop(length)
+
+    def check_reorder(self, indices: ArrayLike) -> None:
+        """Raise the error that `reorder` would raise."""
+        self.rows.check_reorder(indices)
+        for layer in self.states:
+            layer.check_reorder(indices)
+
+    def check_repeat(self, repeats: int) -> None:
+        """Raise the error that `repeat` would raise."""
+        integer("repeats", repeats, 1)
+
+    def check_reset(self) -> None:
+        """Raise the error that `reset` would raise: none."""
+
     def _select(self, indices: ArrayLike) -> None:  # moves no keys or values
+        self.check_reorder(indices)
         self.rows.select(indices)
         for layer in self.states:
             layer.select(indices)

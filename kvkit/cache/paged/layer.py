@@ -72,8 +72,23 @@ class Batch(MovableTokens):
         self._cache.begin_step([(seq, tokens) for seq in self.sequences]).abandon()
         self.step = None
 
+    def check_crop(self, length: int) -> None:
+        """Raise the error that `crop` would raise."""
+        integer("length", length, -self.sequences[0].next_position if self.sequences else 0)
+
+    def check_reorder(self, indices: ArrayLike) -> None:
+        """Raise the error that `reorder` would raise."""
+        requests.check_rows(indices, len(self.sequences))
+
+    def check_reset(self) -> None:
+        """Raise the error that `reset` would raise: none."""
+
+    def check_compress(self, *arguments: Any, **options: Any) -> None:
+        """Raise the error that `compress` would raise."""
+        self._cache.check_compress(self, *arguments, **options)
+
     def crop(self, length: int) -> None:
-        length = integer("length", length, -self.sequences[0].next_position if self.sequences else 0)
+        self.check_crop(length)
         self.abandon_step()
         for seq in self.sequences:
             self._cache.blocks.crop(seq, length)

@@ -411,7 +411,7 @@ class RaggedLayer(Layer):
 
     # Removing tokens and changing the batch
 
-    def length_after_crop(self, length: int) -> int:
+    def length_after_crop(self, length: int, call: str = "crop") -> int:
         return requests.length_after_crop(length, self.get_seq_length())
 
     @one_call_at_a_time

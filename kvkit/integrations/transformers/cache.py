@@ -16,8 +16,8 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvkit.cache import DynamicCache, IndexedLayer, PagedCache, QuantizedCache, StateLayer, StaticCache
 from kvkit.cache.base import BaseCache, MovableTokens
-from kvkit.cache.layers.positions import refusal
-from kvkit.errors import argument_error, describe
+from kvkit.cache.layers.positions import PLANS
+from kvkit.errors import KvkitError, argument_error, describe
 from kvkit.integrations.transformers import pending
 from kvkit.integrations.transformers.attention import NAME
 from kvkit.integrations.transformers.bridge import as_cast, to_numpy, without_gradient
@@ -362,10 +362,13 @@ class KvkitCache(Cache):
 
     @functools.wraps(MovableTokens.can)
     def can(self, call: str, *arguments: Any, **options: Any) -> str | None:
-        def plan(call: str, *arguments: Any, **options: Any) -> Any:
-            return self.movable().plan(call, **self.named_arguments(call, *arguments, **options))
-
-        return refusal(self, plan, call, *arguments, **options)
+        if call not in PLANS:
+            return self.cache.can(call, *arguments, **options)
+        try:
+            cache, named = self.movable(), self.named_arguments(call, *arguments, **options)
+        except (KvkitError, TypeError) as error:
+            return str(error)
+        return cache.can(call, **named)
 
     def movable(self) -> Any:
         """Return the cache, or the rows of a paged one, whose methods remove and move tokens of the batch."""
