@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from onnx import TensorProto, helper
 from onnx.backend.test.loader import load_model_tests
 from onnx.backend.test.runner import Runner
 from onnx.reference import ReferenceEvaluator
@@ -65,6 +66,59 @@ def test_all_node_tests_of_tensor_scatter_run_on_kvkit(cases, monkeypatch):
     monkeypatch.setattr(scatter, "_run", lambda *args, **kw: ran.append(args) or function(*args, **kw))
     passed = [name for name in cases if name.startswith("test_tensorscatter") and passes(cases[name])]
     assert len(passed) == len(ran) == 3
+
+
+@pytest.mark.parametrize(("prefix", "operator", "count"), [
+    ("test_linear_attention", "gated_delta_rule", 14), ("test_causal_conv_with_state", "causal_conv", 13),
+])  # fmt: skip
+def test_all_node_tests_of_recurrent_states_run_on_kvkit(cases, monkeypatch, prefix, operator, count):
+    ran, function = [], getattr(kvkit, operator)
+    monkeypatch.setattr(kvkit, operator, lambda *args, **kw: ran.append(args) or function(*args, **kw))
+    passed = [name for name in cases if name.startswith(prefix) and passes(cases[name])]
+    assert len(passed) == len(ran) == count
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["linear", "gated", "delta", "gated_delta"]), st.integers(1, 70), st.integers(1, 3),
+    st.integers(1, 3), st.booleans(), st.booleans(), st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_linear_attention(rule, tokens, groups, heads, by_channel, past, seed):
+    """Any rule, heads and length, against ONNX's evaluator; the past is not changed."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
+    key = normal(2, tokens, heads, 8)
+    key /= np.linalg.norm(key, axis=-1, keepdims=True)
+    feeds = {"query": normal(2, tokens, groups * heads * 8), "key": key.reshape(2, tokens, -1)}
+    feeds["value"] = normal(2, tokens, heads * 5)
+    if past:
+        feeds["past_state"] = normal(2, heads, 8, 5)
+    if rule.startswith("gated"):
+        feeds["decay"] = -rng.random((2, tokens, heads * (8 if by_channel else 1))).astype(np.float32)
+    if rule.endswith("delta"):
+        feeds["beta"] = rng.random((2, tokens, heads)).astype(np.float32)
+    before = {name: array.copy() for name, array in feeds.items()}
+    names = "query", "key", "value", "past_state", "decay", "beta"
+    attributes = {"q_num_heads": groups * heads, "kv_num_heads": heads, "update_rule": rule}
+    node = helper.make_node(
+        "LinearAttention",
+        [name if name in feeds else "" for name in names],
+        ["output", "state"],
+        **attributes,
+    )
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in feeds]
+    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("output", "state")]
+    graph = helper.make_graph([node], "graph", values, outputs)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 27)])
+    expected = ReferenceEvaluator(model).run(None, feeds)
+    for got, wanted in zip(
+        ReferenceEvaluator(model, new_ops=OPERATORS).run(None, feeds), expected, strict=True
+    ):
+        np.testing.assert_allclose(got, wanted, atol=3e-5, rtol=3e-5)
+    assert all(np.array_equal(feeds[name], array) for name, array in before.items())
 
 
 # Attention beyond the node tests: against ONNX's reference evaluator, which shares nothing with kvkit

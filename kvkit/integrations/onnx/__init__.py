@@ -1,14 +1,16 @@
-"""Run ONNX attention and the custom operators of PMX on kvkit, in ONNX's reference evaluator.
+"""Run ONNX attention, recurrent states and the operators of PMX on kvkit, in ONNX's reference evaluator.
 
-``ReferenceEvaluator(model, new_ops=OPERATORS)`` runs the nodes `Attention` (opsets 23 to 25) and
-`TensorScatter`, and those of the PMX domains, `opmx` and `pmx`, alone and with `.dynamic_batching`. All other
-nodes run as before. PMX nodes change their inputs `cache` and `scale` in place.
+``ReferenceEvaluator(model, new_ops=OPERATORS)`` runs the nodes `Attention` (opsets 23 to 25), `TensorScatter`,
+`LinearAttention` and `CausalConvWithState` (opset 27), and those of the PMX domains, `opmx` and `pmx`, alone and
+with `.dynamic_batching`. All other nodes run as before. PMX nodes change their inputs `cache` and `scale` in
+place.
 """
 
 from kvkit.integrations.onnx import pmx
 from kvkit.integrations.onnx.attention import Attention
+from kvkit.integrations.onnx.recurrent import CausalConvWithState, LinearAttention
 from kvkit.integrations.onnx.tensor_scatter import TensorScatter
 
 __all__ = ["OPERATORS"]
 
-OPERATORS = [Attention, TensorScatter, *pmx.operator_classes()]
+OPERATORS = [Attention, TensorScatter, LinearAttention, CausalConvWithState, *pmx.operator_classes()]
