@@ -320,7 +320,31 @@ def latent():
     return drawing
 
 
-BY_HAND = cache, codes, plans, removal, pieces, fork, hybrid, latent
+def states():
+    """One step of the gated delta rule: what a token does to the state of a head."""
+    drawing, side, y = Drawing("A step of the gated delta rule: decay, error, write, read"), 4 * CELL, 74
+    steps = ("decay", "compare", "write", "read")
+    at = [12, 12 + side + 66, 12 + 2 * (side + 66), 12 + 3 * (side + 66)]
+    for i, (x, word) in enumerate(zip(at, steps, strict=True)):
+        drawing.text(x, 16, f"{i + 1}. {word}", 13, bold=True)
+        fill = "a" if i == 0 else "key" if i == 1 else "b"
+        drawing.box(x, y, side, side, fill, "S" if i < 2 else "S + k δ'", 13)
+        if i < 3:
+            drawing.arrow(x + side + 6, y + side / 2, x + side + 60, y + side / 2)
+    drawing.text(at[0] + side + 10, y + side / 2 - 8, "e^g", 13)
+    drawing.box(at[1], 40, side, CELL, "none", "k", 13)
+    drawing.arrow(at[1] + side / 2, 66, at[1] + side / 2, 73)
+    drawing.box(at[1], y + side + 34, side, CELL, "value", "δ = β (v - S'k)", 12)
+    drawing.arrow(at[1] + side / 2, y + side, at[1] + side / 2, y + side + 32)
+    drawing.arrow(at[1] + side + 4, y + side + 46, at[2] + side / 2, y + side + 4)
+    drawing.box(at[3], 40, side, CELL, "none", "q", 13)
+    drawing.arrow(at[3] + side / 2, 66, at[3] + side / 2, 73)
+    drawing.box(at[3], y + side + 34, side, CELL, "value", "o = scale S'q", 12)
+    drawing.arrow(at[3] + side / 2, y + side, at[3] + side / 2, y + side + 32)
+    return drawing
+
+
+BY_HAND = cache, codes, plans, removal, pieces, fork, hybrid, latent, states
 BY_THE_PACKAGE = offsets, pages, chats, pmx, vllm
 
 

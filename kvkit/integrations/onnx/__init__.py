@@ -1,9 +1,9 @@
 """Run ONNX attention, recurrent states and the operators of PMX on kvkit, in ONNX's reference evaluator.
 
-``ReferenceEvaluator(model, new_ops=OPERATORS)`` runs the nodes `Attention` (opsets 23 to 25), `TensorScatter`,
-`LinearAttention` and `CausalConvWithState` (opset 27), and those of the PMX domains, `opmx` and `pmx`, alone and
-with `.dynamic_batching`. All other nodes run as before. PMX nodes change their inputs `cache` and `scale` in
-place.
+``ReferenceEvaluator(model, new_ops=OPERATORS)`` runs the nodes `Attention` (opsets 23 to 25),
+`TensorScatter`, `LinearAttention` and `CausalConvWithState` (opset 27), and those of the PMX domains, `opmx`
+and `pmx`, alone and with `.dynamic_batching`. All other nodes run as before. PMX nodes change their inputs
+`cache` and `scale` in place.
 """
 
 from kvkit.integrations.onnx import pmx
