@@ -12,10 +12,12 @@ import ml_dtypes
 import numba
 import numpy as np
 
-from kvkit.cpu import machine
+from kvkit.cpu import machine, prefetching
 from kvkit.errors import DeviceError
 from kvkit.runtime import disk_cache, source_digest
 from kvkit.runtime.jit import SOURCE_LETTERS, cache_folder
+from kvkit.runtime.processor import this_processor
+from kvkit.tools import tuning
 from kvkit.version import __version__
 from kvkit_cli import ownership, show
 
@@ -75,6 +77,7 @@ def module_of(name: str) -> str | None:
 
 def system_facts() -> dict[str, str]:
     """Return {name: fact} about this system."""
+    distances, source = prefetching.of_this_machine()
     modules, features = (np, numba, llvmlite, ml_dtypes), llvmlite.binding.get_host_cpu_features()
     vectors = next((name for feature, name in VECTORS.items() if features.get(feature)), "no known vectors")
     return {
@@ -82,7 +85,8 @@ def system_facts() -> dict[str, str]:
         "distribution": ownership.owners(),
         "python": f"{platform.python_version()} ({platform.system()} {platform.machine()})",
         **{module.__name__: module.__version__ for module in modules},
-        "CPU": f"{llvmlite.binding.get_host_cpu_name()}, {vectors}",
+        "CPU": f"{this_processor().name}, {vectors}; to LLVM {llvmlite.binding.get_host_cpu_name()}",
+        "prefetches": f"{tuning.describe(distances)} ({source})",
         "tiles (AMX)": tiles_state(),
         "threads": f"{numba.get_num_threads()} of at most {numba.config.NUMBA_NUM_THREADS}",
         "threading layer": threading_layer(),

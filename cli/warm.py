@@ -78,7 +78,9 @@ def warm(
     """Compile code ahead of the calls that need it.
 
     Compiled code is kept on disk, where later processes find it; `kvkit info` prints the folder. One process
-    for each CPU compiles. --backend cuda compiles the kernels of paged caches: append, load and attention.
+    for each CPU compiles. Then attention is measured for 3 seconds, once a machine, to choose how far ahead
+    it prefetches here. That changes no result; KVKIT_TUNE=off turns it off. --backend cuda compiles the
+    kernels of paged caches: append, load and attention.
 
     \b
     Examples:
@@ -124,7 +126,7 @@ def find_device(capability: str | None) -> tuple[str, Path | None, tuple[int, in
 
 
 def task_waves(what: str, kinds: Sequence[tuple[str, Kind]]) -> list[Wave]:
-    """Return two waves of tasks. The second needs code that the first compiles."""
+    """Return waves of tasks. The second needs code that the first compiles; the third measures, alone."""
     any_kind = kinds[0][1]  # these tasks compile the same for all
     first, second = [("index tensors of a step", "step", any_kind)], []
     if what != "cache":
@@ -132,7 +134,8 @@ def task_waves(what: str, kinds: Sequence[tuple[str, Kind]]) -> list[Wave]:
         second = [(f"attention to {text}", "attention_to_cache", kind) for text, kind in kinds]
     if what != "attention":
         first += [(f"cache of {text}", "cache", kind) for text, kind in kinds]
-    return [first, second]
+    third = [("distances of prefetches", "tune", any_kind)]
+    return [first, second] if what == "cache" else [first, second, third]
 
 
 def compile_waves(waves: list[Wave], quiet: bool = False) -> None:

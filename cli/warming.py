@@ -17,6 +17,7 @@ import numpy as np
 import kvkit
 from kvkit import formats
 from kvkit.errors import KvkitError
+from kvkit.tools import tuning
 
 CODES = {fmt.name: bits for bits, fmt in formats.QUANTIZED.items()}  # quant_bit
 PROMPT = 40  # tokens: enough for the kernels of prompts
@@ -82,6 +83,11 @@ def step(kind: Kind) -> None:
     kvkit.dynamic_batching.plan([0, 1], [0, 1], [[0]], start_pos=[0], cache_mode=1, page_size=16)
 
 
+def tune(kind: Kind) -> str:
+    """Measure the distances of prefetches on this machine; return them, or why not, as text."""
+    return f": {tuning.tune()}"
+
+
 def kernels(kind: Kind) -> str:
     """Compile the kernels of a GPU; return how many were compiled, as text."""
     from kvkit_cuda import warm
@@ -93,7 +99,7 @@ def kernels(kind: Kind) -> str:
     return ": " + ", ".join(f"{count - before[what]} {what}" for what, count in counts.items())
 
 
-TASKS = {task.__name__: task for task in (cache, attention, attention_to_cache, step, kernels)}
+TASKS = {task.__name__: task for task in (cache, attention, attention_to_cache, step, tune, kernels)}
 
 
 def main() -> None:

@@ -4,18 +4,16 @@ import functools
 import math
 from unittest import mock
 
-import attention_scenes as scenes
 import ml_dtypes
 import numpy as np
 import pytest
 from borders import guarded
 from numba import types
 from numpy.testing import assert_array_equal
-from scenes import assert_same
 from tile_scenes import HAVE_TILES, use_tiles
 
 import kvkit
-from kvkit.cpu import machine, prefetching
+from kvkit.cpu import machine
 from kvkit.cpu.attention import prepare
 from kvkit.cpu.simd import pairs
 from kvkit.runtime import jit
@@ -133,23 +131,6 @@ def test_what_is_wanted(monkeypatch):
     words = "KVKIT_CPU: expected avx512 or avx512vnni or avx512bf16 or amx, got '386'"
     with pytest.raises(kvkit.KvkitError, match=words):
         ask("avx512vnni")
-
-
-@pytest.mark.parametrize(
-    ("formats", "heads"), [(scenes.FP16, 2), (scenes.FP16, 4), (scenes.INT8, 4)], ids=str
-)
-def test_how_soon_memory_is_asked_for_changes_no_bit(formats, heads, rng, monkeypatch):
-    """Runs of 512 tokens of float16 are not asked for at all on a Zen 4, if a key head has one query row."""
-    call = scenes.dynamic_cache(rng, formats, [(700, 1), (40, 2)], heads=heads, kv_heads=2, dim=128, layout=3)
-    found = []
-    for line in prefetching.TABLE:
-        monkeypatch.setattr(prefetching, "distances", lambda line=line: line.distances)
-        prepare.fixed_fields.cache_clear()
-        found.append(call.copy().run(return_lse=True))
-    prepare.fixed_fields.cache_clear()
-    for others in found[1:]:
-        for one, other in zip(found[0], others, strict=True):
-            assert_same(one, other)
 
 
 if machine.has_pairs():

@@ -22,7 +22,6 @@ from numpy.testing import assert_array_equal
 
 import kvkit
 from kvkit.cpu import prefetching
-from kvkit.cpu.attention import prepare
 from kvkit.reference.cache import CACHE_ATTRIBUTES
 
 CACHED = ("static_cache", "dynamic_cache")
@@ -395,10 +394,8 @@ def prefetch_distance(monkeypatch):
 
     def set_distance(distances):
         monkeypatch.setattr(prefetching, "distances", lambda: distances)
-        prepare.fixed_fields.cache_clear()
 
-    yield set_distance
-    prepare.fixed_fields.cache_clear()
+    return set_distance
 
 
 @pytest.mark.parametrize("formats", [FP32, FP16, scenes.BF16], ids=str)

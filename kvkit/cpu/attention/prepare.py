@@ -121,7 +121,7 @@ def prepare_attention(query, out, lse, context, steps, decoding, weights, key_we
     constants = np.array([weights.scale, weights.softcap], np.float32)
     sinks = None if weights.sinks is None else np.ascontiguousarray(weights.sinks, np.float32)
     params = ATTENTION_PARAMS.filled({
-        **fixed_fields(form),
+        **fixed_fields(form, prefetching.distances()),
         **side_fields("keys", context, 0, steps.table),
         **side_fields("values", context, 1, steps.table if steps.value_table is None else steps.value_table),
         **step_fields(steps, decoding),
@@ -276,11 +276,11 @@ def alike(context):
 
 
 @functools.cache
-def fixed_fields(form):
+def fixed_fields(form, distances):
     """Return the fields that a form decides, and zeros for fields that are set later."""
-    distances, read, orders = prefetching.distances(), reading(form), orders_of(form)
+    read, orders = reading(form), orders_of(form)
     block = interleaved_tokens(form) if form.interleaved else BLOCK_TOKENS
-    leads = [lead_tokens(form, rows, block) for rows in ENGINE_ROWS]
+    leads = [lead_tokens(form, rows, block, distances) for rows in ENGINE_ROWS]
     return dict.fromkeys(LATE_FIELDS, 0) | workspace_fields(form, block, max(leads)) | code_fields(form) | {
         "heads": form.heads, "heads_interleaved": form.interleaved,
         "scale_bytes": scale_bytes(form),
@@ -297,13 +297,13 @@ def fixed_fields(form):
     }  # fmt: skip
 
 
-def lead_tokens(form, tile_rows, block):
+def lead_tokens(form, tile_rows, block, distances):
     """Return how many tokens before its product a tile of `tile_rows` rows prefetches a row of the cache."""
     if form.decoder or reading(form).widens or tile_rows == WIDE:
         return 0
     if form.interleaved:
         return block
-    distance = prefetching.distances().of_rows(tile_rows)
+    distance = distances.of_rows(tile_rows)
     return min(max(distance.bytes // max(*side_bytes(form), 1), LEAST_LEAD), distance.tokens)
 
 
