@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llvmlite import binding
 
@@ -127,9 +127,10 @@ def load(default: Distances) -> Distances | None:
     payload = disk_cache.load(file) if file else None
     if payload is None:
         return None
-    fields = json.loads(payload)
-    kept = {name: Distance(*value) if isinstance(value, list) else value for name, value in fields.items()}
-    return default._replace(**kept)
+    fields: dict[str, Any] = json.loads(payload)
+    for name, value in fields.items():
+        fields[name] = Distance(*value) if isinstance(value, list) else value
+    return default._replace(**fields)
 
 
 def save(distances: Distances) -> None:

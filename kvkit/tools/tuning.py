@@ -11,7 +11,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -28,6 +28,7 @@ PAGE = 16  # tokens of the short pages
 MARGIN = 0.97  # a candidate must take less than this share of the time
 SPREAD = 0.15  # of today's times, between quartiles, above which the machine is too busy to choose
 FEWEST, DROP_AFTER, BEHIND = 5, (5, 10), 0.04  # rounds; rounds after which losers, so far behind, are dropped
+FIELDS = {1: "one_row", 4: "four_rows", 8: "eight_rows"}  # of distances, by query rows
 Step = Callable[[], object]
 
 
@@ -97,8 +98,8 @@ def describe(distances: Distances) -> str:
 def questions(default: Distances) -> Iterator[Question]:
     """Yield the questions. Each candidate differs from `default` in the fields of its question."""
     grid = [Distance(size * KB, near) for near in (False, True) for size in (2, 3, 4, 8, 16)]
-    for field, rows in (("one_row", 1), ("four_rows", 4), ("eight_rows", 8)):
-        yield Question(rows, 0, [default._replace(**{field: distance}) for distance in grid])
+    for rows, field in FIELDS.items():
+        yield Question(rows, 0, [with_field(default, field, distance) for distance in grid])
     pages = [(touched, twice) for touched in (0, 8 * KB) for twice in (0, 4 * KB)]
     yield Question(1, PAGE, [default._replace(touched_run=t, short_run=s) for t, s in pages])
 
@@ -114,8 +115,14 @@ def merged(today: Distances, candidate: Distances, question: Question) -> Distan
     """Return today's distances with the fields that the question asks for."""
     if question.page:
         return today._replace(touched_run=candidate.touched_run, short_run=candidate.short_run)
-    field = {1: "one_row", 4: "four_rows", 8: "eight_rows"}[question.rows]
-    return today._replace(**{field: getattr(candidate, field)})
+    field = FIELDS[question.rows]
+    return with_field(today, field, getattr(candidate, field))
+
+
+def with_field(distances: Distances, field: str, distance: Distance) -> Distances:
+    """Return the distances with another one in a field."""
+    changed: dict[str, Any] = {field: distance}
+    return distances._replace(**changed)
 
 
 def choice(timings: Timings, today: Distances) -> Distances | None:
@@ -178,12 +185,16 @@ def decoding_step(question: Question) -> tuple[np.ndarray, Callable[[Distances],
     heads, starts = KV_HEADS * question.rows, np.arange(SEQUENCES + 1) * tokens
     query = rng.standard_normal((SEQUENCES, heads, DIM)).astype(np.float16)
     new, out = np.zeros((SEQUENCES, KV_HEADS, DIM), np.float16), np.empty_like(query)
-    where = {"seqstarts": np.arange(SEQUENCES + 1), "kvstarts": starts, "cachestarts": starts[:-1]}
+    where: dict[str, Any] = {
+        "seqstarts": np.arange(SEQUENCES + 1),
+        "kvstarts": starts,
+        "cachestarts": starts[:-1],
+    }
     if question.page:
         pages = rng.permutation(SEQUENCES * tokens // question.page) * question.page
         where |= {"cachestarts": pages.reshape(SEQUENCES, -1)}
         where |= {"cache_mode": 1, "page_size": question.page}
-    sizes = {"num_heads": heads, "num_kv_heads": KV_HEADS, "head_dim": DIM, "cache_layout": 3}
+    sizes: dict[str, Any] = {"num_heads": heads, "num_kv_heads": KV_HEADS, "head_dim": DIM, "cache_layout": 3}
 
     def step_with(distances: Distances) -> Step:
         plan = dynamic_batching.plan(**where, start_pos=np.full(SEQUENCES, tokens - 1))
