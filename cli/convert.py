@@ -12,7 +12,8 @@ from kvkit.files.llama_writing import SUFFIX
 from kvkit.files.paths import check_target
 from kvkit.tools.contents import by_patterns
 from kvkit.tools.conversion import write_conversion
-from kvkit.tools.model_facts import with_model
+from kvkit.tools.model_facts import key_heads, with_model
+from kvkit.tools.source import CacheSource
 from kvkit_cli import clusters, complete, show, tool, watch
 
 
@@ -48,19 +49,25 @@ from kvkit_cli import clusters, complete, show, tool, watch
 @click.option("--layers", metavar="N,N:N,...", help="The layers to take, as 0,2,4:.")
 @click.option("--verify", is_flag=True, help="Read the result back and compare it with IN.")
 @click.option("--axis", metavar="h", help="Join the heads of several IN, in their order, into one OUT.")
+@click.option(
+    "--ranks", type=int, metavar="N", help="Cut IN into the caches of N ranks, files in the folder OUT."
+)
 @clusters.on_cluster
 @click.option(
     "--json", "as_json", is_flag=True, help="Print JSON; for several files, one object by file name."
 )
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing.")
-def convert(sources, target, page_size, axis, dask, as_json, quiet, keys, values, fused, model, **options):
+def convert(
+    sources, target, page_size, axis, ranks, dask, as_json, quiet, keys, values, fused, model, **options
+):
     """Move a cache to another layout, bit for bit, or to another format.
 
     IN is any file that `kvkit inspect` reads. Its cache is the array cache, the arrays cache.0, cache.0.1
     and so on if the layout has lists, or pairs such as key_cache and value_cache, key and value. OUT is a
     .npz, .npy or .safetensors file, or a .bin file, which is a sequence state of llama.cpp; on an error it
     does not change. With several IN, OUT is an existing folder; or, with --axis h, one file with the heads of
-    all tensor-parallel ranks.
+    all tensor-parallel ranks, each once. --ranks does the inverse: OUT is a folder for rank0.npz and so on,
+    or a name, as pool.npz for pool.rank0.npz.
 
     Rows do not move, except with --page-size: it copies each sequence of the page tables (block_tables and
     context_lens; kv_indptr, kv_indices and kv_last_page_len; cells of llama.cpp), or each b if there are no
@@ -77,12 +84,19 @@ def convert(sources, target, page_size, axis, dask, as_json, quiet, keys, values
       kvkit convert slot.bin cache.npz --to hf --page-size longest --model model.gguf --rope-pairs halves
       kvkit convert dumps/*.npz converted --to hf --dask local
       kvkit convert rank0.npz rank1.npz whole.npz --axis h --from vllm-lbnhc --to hf
+      kvkit convert whole.npz folder --ranks 8
     """
     if axis is not None and (dask is not None or len(set(sources)) < len(sources)):
         raise KvkitError("--axis: expected IN that differ, and no --dask, as they make one OUT")
+    options["page_size"] = page_size_of(page_size)
+    if ranks is not None:
+        if axis is not None or dask is not None or len(sources) > 1:
+            raise KvkitError("--ranks: expected one IN, and neither --axis nor --dask")
+        results = cut_file(sources[0], target, ranks, (keys, values, fused), model, options)
+        show_results(results, as_json, quiet)
+        return
     inputs = [sources] if axis is not None else [(source,) for source in sources]
     targets = targets_of(inputs, target)
-    options["page_size"] = page_size_of(page_size)
     with clusters.mapper(dask) as mapper:
         is_here = dask is None
         about = {
@@ -133,13 +147,13 @@ def convert_files(paths, target, keys, values, fused, model, axis, options, quie
     first, quiet = paths[0], quiet or not is_here
     coding = options["format"] is not None  # then layer by layer, and the result is written as it comes
     with clusters.naming(first), watch.watching(mapped if is_here else {}):
-        sources = {
-            str(path): with_model(by_patterns(parts[path], keys, values, fused), model) for path in paths
-        }
+        sources = {str(path): by_patterns(parts[path], keys, values, fused) for path in paths}
         source = sources[str(first)]
         if axis is not None:
-            source = tools.join(sources, axis=axis, layout=options["from_layout"], sizes=options["sizes"])
+            about = {"layout": options["from_layout"], "sizes": options["sizes"]}
+            source = tools.join(sources, axis=axis, num_kv_heads=key_heads(model), **about)
             options = options | {"from_layout": None, "sizes": None}
+        source = with_model(source, model)
         with show.progress(f"{'coding' if coding else 'moving'} {first.name}", total, quiet) as advance:
             done = tools.convert(source, target if coding else None, **options, progress=in_steps(advance))
         if not coding:
@@ -148,6 +162,36 @@ def convert_files(paths, target, keys, values, fused, model, axis, options, quie
             with show.progress(f"writing {target.name}", done.bytes, quiet) as advance:
                 done = write_conversion(target, done, advance)
     return replace(done, arrays={})
+
+
+def cut_file(path, target, ranks, patterns, model, options):
+    """Cut a file into the caches of ranks; return {file of a rank: its conversion}."""
+    with clusters.naming(path):
+        source = with_model(by_patterns(path, *patterns), model)
+        about = {"layout": options["from_layout"], "sizes": options["sizes"]}
+        parts = tools.cut(source, ranks, **about)
+        if options["to_layout"] is None and options["format"] is None:
+            options["to_layout"] = str(CacheSource(source, *about.values()).layout)
+    options |= {"from_layout": None, "sizes": None}
+    if target.suffix in files.WRITTEN:
+        targets = [target.with_suffix(f".rank{rank}{target.suffix}") for rank in range(ranks)]
+    else:
+        target.mkdir(exist_ok=True)
+        targets = [target / f"rank{rank}.npz" for rank in range(ranks)]
+    for each in targets:
+        check_target(each)
+    return {
+        str(each): tools.convert(part, each, **options) for each, part in zip(targets, parts, strict=True)
+    }
+
+
+def show_results(results, as_json, quiet):
+    """Print what was written, by the names of files."""
+    if as_json and not quiet:
+        click.echo(json.dumps({name: done.to_dict() for name, done in results.items()}, indent=2))
+    elif not quiet:
+        for name, done in results.items():
+            show.text(f"{name}: {done}")
 
 
 def page_size_of(text):

@@ -3,6 +3,7 @@
     inspect     list what is in a file or in arrays
     convert     write a cache to another file, in another layout or format
     join        join the caches of tensor-parallel ranks
+    cut         cut a cache into those of tensor-parallel ranks
     draw        draw layouts, and the rows of caches by sequence, as text or SVG
     check       find errors in page tables, slots, layouts, scales and data
     diff        find where two caches or outputs differ, and why
@@ -19,7 +20,8 @@ from kvkit.runtime.lazy_imports import lazy_names
 TOOLS = {  # {name: its module}
     "inspect": "kvkit.tools.inspection",
     "convert": "kvkit.tools.conversion",
-    "join": "kvkit.tools.conversion",
+    "join": "kvkit.tools.ranks",
+    "cut": "kvkit.tools.ranks",
     "draw": "kvkit.tools.draw",
     "check": "kvkit.tools.checking",
     "diff": "kvkit.tools.comparison",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 
 from kvkit import files, layouts
 from kvkit.checks.latent import ds_v4_blocks, ds_v4_parts
-from kvkit.errors import argument_error, brief, describe, printable
+from kvkit.errors import argument_error, brief, printable
 from kvkit.files import Contents, Description, llama_writing
 from kvkit.files.contents import CACHE
 from kvkit.formats import BY_DTYPE, FLOATS
@@ -28,7 +28,6 @@ from kvkit.tools.source import (
     LATENT_LINE,
     LINE,
     SLIDING,
-    TABLE_PREFIXES,
     CacheSource,
     axis_sizes_of,
     check_pages_in_pool,
@@ -409,87 +408,3 @@ def block_tables(pages: BlockTable, places: Mapping[str, np.ndarray]) -> dict[st
         "page_size": np.array(pages.page_size),
     }
     return found | dict(places)
-
-
-def join(
-    sources: Iterable[Source] | Mapping[str, Source],
-    *,
-    axis: str = "h",
-    layout: str | None = None,
-    sizes: Mapping[str, int] | None = None,
-) -> Contents:
-    """Join the caches of tensor-parallel ranks, each of which has some heads of the same tokens.
-
-    Parameters
-    ----------
-    sources : iterable of path, mapping of arrays, or Contents
-        The caches, in the order of their heads; or {name in errors: cache}.
-    axis : "h"
-        The axis that is split.
-    layout, sizes
-        The layout and sizes of each cache: see `convert`.
-
-    Returns
-    -------
-    Contents
-        The whole cache, for `convert`; tables and all else come from the first source.
-
-    Raises
-    ------
-    KvkitError
-        If the caches differ in more than their heads, or have separate scales.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from kvkit.tools import convert, join
-    >>> ranks = [{"cache": [[np.full((1, 2, 5, 8), i, np.float16)] * 2]} for i in range(4)]
-    >>> whole = convert(join(ranks, layout="hf"), None, to_layout="vllm-lbnhc")
-    >>> whole.arrays["cache"][0].shape, whole.arrays["cache"][0][0, 0, ::2, 0].tolist()
-    ((1, 5, 8, 16), [0.0, 1.0, 2.0, 3.0])
-    """
-    if axis != "h":
-        raise argument_error("axis", "'h', the heads", brief(repr(axis)))
-    named = dict(sources) if isinstance(sources, Mapping) else dict(enumerate(sources))
-    ranks = [CacheSource(each, layout, sizes, ("from_layout", "from_format")) for each in named.values()]
-    for name, rank in zip(named, ranks, strict=True):
-        rank.name = name if isinstance(name, str) else rank.name
-    if not ranks:
-        raise argument_error("sources", "a cache or more", "none")
-    rest = [rank.other_arrays(rank.own_arrays, tables=True) for rank in ranks]
-    for rank, others in zip(ranks, rest, strict=True):
-        if rank.sliding is not None:
-            raise argument_error("sources", "files of one cache each", f"two caches in {rank.name}")
-        if len(rank.require_view().keys) != (layers := len(ranks[0].require_view().keys)):
-            wanted = f"layers as {ranks[0].name} has, {layers}"
-            raise argument_error("sources", wanted, f"{len(rank.require_view().keys)} in {rank.name}")
-        if rank.scales or rank.scales_inside:
-            wanted = "floats, or codes with scales in their rows"
-            raise argument_error("sources", wanted, f"scales in {rank.name}")
-        if not rank.separate and not {"kv", "h"} & parse_layout(rank.layout or LINE, "layout").names:
-            wanted = "caches with heads: each rank has all latent rows"
-            raise argument_error("sources", wanted, rank.name)
-        tables_differ = [name for name in rest[0].keys() | others.keys() if name.startswith(TABLE_PREFIXES)
-                         and not np.array_equal(rest[0].get(name, ()), others.get(name, ()))]  # fmt: skip
-        if tables_differ:
-            raise argument_error("sources", f"equal {tables_differ[0]}", f"others in {rank.name}")
-    names, views = [rank.name for rank in ranks], [rank.require_view() for rank in ranks]
-    cache = [
-        [join_heads(names, [getattr(kv, side)[layer] for kv in views]) for side in ("keys", "values")]
-        for layer in range(layers)
-    ]
-    arrays = rest[0] | ranks[0].numbers_to_write | files.flat({CACHE: cache})
-    described = replace(ranks[0].contents.description, layout=LINE, sizes={})
-    return replace(ranks[0].contents, arrays=arrays, description=described)
-
-
-def join_heads(names: Sequence[str], parts: Sequence[Any]) -> np.ndarray:
-    """Join the parts of several ranks to one array [blocks, tokens, heads, content]."""
-    arrays = [np.stack(part) if isinstance(part, tuple) else part for part in parts]
-    for name, array in zip(names, arrays, strict=True):
-        if (array.shape[:2], array.shape[3:], array.dtype) != (
-            arrays[0].shape[:2], arrays[0].shape[3:], arrays[0].dtype,
-        ):  # fmt: skip
-            expected = f"{describe(arrays[0])} but for its heads, as {names[0]}"
-            raise argument_error("sources", expected, f"{describe(array)} in {name}")
-    return np.ascontiguousarray(np.concatenate(arrays, 2))
