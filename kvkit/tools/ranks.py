@@ -94,12 +94,10 @@ def join(
         for layer in range(layers)
     ]  # fmt: skip
     arrays = rest[0] | ranks[0].numbers_to_write | files.flat({CACHE: cache})
-    queries = [others.get(QUERY) for others in rest]
-    if all(
-        each is not None and each.ndim == 5 for each in queries
-    ):  # all ranks have query heads of their own
-        arrays[QUERY] = join_heads(names, [each.reshape(-1, *each.shape[2:]) for each in queries], axis=2)
-        arrays[QUERY] = arrays[QUERY].reshape(*queries[0].shape[:3], -1, queries[0].shape[4])
+    queries = [each for others in rest if (each := others.get(QUERY)) is not None and each.ndim == 5]
+    if len(queries) == len(ranks):  # all have query heads of their own
+        joined = join_heads(names, [each.reshape(-1, *each.shape[2:]) for each in queries])
+        arrays[QUERY] = joined.reshape(*queries[0].shape[:3], -1, queries[0].shape[4])
     first = ranks[0].contents
     described = replace(first.description, layout=LINE, sizes={})
     guess = ranks[0].guess if ranks[0].layout is not None else ()
@@ -236,7 +234,7 @@ def digests(views: Sequence[KV]) -> list[bytes]:
     return found
 
 
-def join_heads(names: Sequence[str], parts: Sequence[Any], axis: int = 2) -> np.ndarray:
+def join_heads(names: Sequence[str], parts: Sequence[Any]) -> np.ndarray:
     """Join the parts of several ranks to one array [blocks, tokens, heads, content]."""
     arrays = [stacked(part) for part in parts]
     for name, array in zip(names, arrays, strict=True):
@@ -245,4 +243,4 @@ def join_heads(names: Sequence[str], parts: Sequence[Any], axis: int = 2) -> np.
         ):  # fmt: skip
             expected = f"{describe(arrays[0])} but for its heads, as {names[0]}"
             raise argument_error("sources", expected, f"{describe(array)} in {name}")
-    return np.ascontiguousarray(np.concatenate(arrays, axis))
+    return np.ascontiguousarray(np.concatenate(arrays, 2))
