@@ -11,6 +11,7 @@ from benchmarks.suites import (
     pools,
     shapes,
     small_calls,
+    tiles,
 )
 
 SUITES = {  # by the file of their figures
@@ -21,6 +22,7 @@ SUITES = {  # by the file of their figures
     "latent": latent.CASES,
     "growth": growth.CASES,
     "shapes": shapes.CASES,
+    "tiles": tiles.CASES,
     "small": small_calls.CASES,
     "first": first_calls.CASES,
 }

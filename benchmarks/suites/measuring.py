@@ -20,6 +20,7 @@ PAUSE = 0.1  # seconds; threads of peers spin for tens of milliseconds after a c
 BOUNDS = (
     "copy", "read", "contiguous", "matmul", "float16", "at 0", "the fewest", "the largest", "4 fourths",
     "prefill", "bfloat16", "at once", "products", "machine code",
+    "plain",
 )  # fmt: skip
 
 

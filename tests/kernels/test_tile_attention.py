@@ -8,7 +8,7 @@ import latent_scenes
 import ml_dtypes
 import numpy as np
 import pytest
-from attention_scenes import BF16, Formats, check, dynamic, dynamic_cache, static, static_cache
+from attention_scenes import BF16, FP16, Formats, check, dynamic, dynamic_cache, static, static_cache
 from borders import at_border, needs_borders
 from numpy.testing import assert_array_equal
 from scenes import assert_same
@@ -74,6 +74,17 @@ CASES = {
 }
 
 
+CASES |= {
+    "float16": lambda rng: static(rng, FP16, 37, 70, dim=96, value_dim=64),
+    "float16, groups of 7": lambda rng: static(rng, FP16, 5, 21, 1, 14, 2, dim=32),
+    "float16, window": lambda rng: static(rng, FP16, 50, 300, 1, dim=32, window=(64, 0), softcap=9.0),
+    "float16, mask": lambda rng: masked(rng, dynamic(rng, FP16, LENGTHS, is_causal=False), "float16"),
+    "float16, splits": lambda rng: static(rng, FP16, 1300, 12, 1, dim=32, is_causal=False),
+    "float16 in pages": lambda rng: dynamic_cache(rng, FP16, LENGTHS, layout=3, page_size=3),
+    "float16, large scores": lambda rng: static(rng, FP16, 9, 60, softmax_scale=30.0),
+}
+
+
 @pytest.mark.parametrize("case", CASES)
 @forms
 def test_beside_the_reference(form, case, rng, monkeypatch):
@@ -96,10 +107,8 @@ def test_instructions_and_memory_give_the_same_bits(case, rng, monkeypatch):
 def test_tiles_are_used_where_they_fit(form, rng, monkeypatch):
     """Otherwise the other tests would prove nothing."""
     used = []
-    engine = prepare.bfloat16_tiles.engine
-    monkeypatch.setattr(
-        prepare.bfloat16_tiles, "engine", lambda *given: used.append(given[0]) or engine(*given)
-    )
+    engine = prepare.wide_tiles.engine
+    monkeypatch.setattr(prepare.wide_tiles, "engine", lambda *given: used.append(given[0]) or engine(*given))
     for dim, expected in (64, [form == machine.MEMORY]), (48, []):
         prepare.engines.cache_clear()
         use_tiles(monkeypatch, form)

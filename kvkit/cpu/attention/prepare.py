@@ -13,7 +13,7 @@ from kvkit.checks.values import packed_strides
 from kvkit.cpu import machine, prefetching
 from kvkit.cpu.attention import scheduler
 from kvkit.cpu.attention.biases import biases_code
-from kvkit.cpu.attention.engines import bfloat16_pairs, bfloat16_tiles, integers, narrow, wide, wide_integers
+from kvkit.cpu.attention.engines import bfloat16_pairs, integers, narrow, wide, wide_integers, wide_tiles
 from kvkit.cpu.attention.epilogue import merge_code
 from kvkit.cpu.attention.key_weights import UNIT, key_tiles, weights_bytes, weights_code
 from kvkit.cpu.attention.params import (
@@ -201,7 +201,7 @@ def form_of(context):
         heads=context.heads, dim=context.dim, value_dim=context.value_dim,
         as_loaded=context.as_loaded, spread=any(context.elements), interleaved=interleaved(context),
         decoder=context.decoder, integers=machine.has_integers(), pairs=machine.has_pairs(),
-        tiles=machine.tiles() if context.data_dtype == "bfloat16" else None,
+        tiles=machine.tiles() if context.data_dtype != "float32" else None,
     )  # fmt: skip
 
 
@@ -224,15 +224,21 @@ def reading(form):
     pairs = bool(decoder.to_bfloat16) if decoder else rounds or fits_bfloat16(form)
     pairs = pairs and form.data == "bfloat16" and form.pairs
     whole = all(padded(dim) % tile_products.STEP == 0 for dim in dims)
-    fits = whole and form.pairs and (pairs or (coded and not decoder))
+    in_bfloat16 = form.data == "bfloat16" and (pairs or (coded and not decoder))
+    fits = form.pairs and whole and (in_bfloat16 or in_halves(form))
     return Reading(rounds, exact, widens, pairs, width, form.tiles if fits else None)
 
 
-def as_is(form, i):
-    """Return whether keys, or values (1), lie in memory as whole steps of adjacent bfloat16 elements."""
+def as_is(form, i, element="bfloat16"):
+    """Return whether keys, or values (1), lie in memory as whole steps of adjacent elements of a format."""
     dim = (form.dim, form.value_dim)[i]
-    is_bfloat16 = form.decoder is None and form.cache_formats[i] == "bfloat16"
-    return is_bfloat16 and not form.spread and dim % tile_products.STEP == 0
+    is_element = form.decoder is None and form.cache_formats[i] == element
+    return is_element and not form.spread and dim % tile_products.STEP == 0
+
+
+def in_halves(form):
+    """Return whether tiles multiply queries, keys and values of float16."""
+    return form.data == "float16" and as_is(form, 0, "float16") and as_is(form, 1, "float16")
 
 
 def fits_bfloat16(form):
@@ -344,7 +350,7 @@ def workspace_fields(form, block, lead):
     narrow_rows = NARROW * (form.heads if form.interleaved else 1)
     rows, tiles = max(narrow_rows, TILES * WIDE), max(narrow_rows // NARROW, TILES)
     read = reading(form)
-    query_bytes = 5 * dim + 64 if read.width else 2 * dim if read.pairs or read.tiles else 0
+    query_bytes = 5 * dim + 64 if read.width else 4 * dim if read.tiles else 2 * dim if read.pairs else 0
     ids = RUN_TOKENS + max(lead, LONG_RUN_AHEAD // UNAIDED_ROW) + EXTRA_IDS
     addresses = max(RUN_TOKENS, block * narrow_rows // NARROW) + EXTRA_ADDRESSES
     sizes = {  # row ids and addresses: of keys, then of values
@@ -402,7 +408,7 @@ def fill_engines(params, form):
     """Write the address of the table of engines for the kinds of tiles that a scheduled call has."""
     tiles, several = int(params[FIELD["tiles"]]), params[FIELD["group"]] > NARROW
     params[FIELD["engines"]], _ = engines(form, tiles, prefetching.distances(), bool(several))
-    if tiles & WIDE and (reading(form).pairs or reading(form).tiles):
+    if tiles & WIDE and (reading(form).pairs or reading(form).tiles) and not in_halves(form):
         params[FIELD["keys.to_bfloat16"]], params[FIELD["values.to_bfloat16"]] = rows_to_bfloat16(form)
 
 
@@ -419,9 +425,10 @@ def engines(form, tiles, distances, several):
         if tiles & tile_rows
     }
     if tiles & WIDE and (read.pairs or read.tiles):
+        halves = read.tiles is not None and in_halves(form)
         whole = form.dim % tile_products.STEP == 0, as_is(form, 0), as_is(form, 1)
         chosen[SPECIAL_ENGINE] = (
-            bfloat16_tiles.engine(read.tiles == machine.MEMORY, *whole)
+            wide_tiles.engine(read.tiles == machine.MEMORY, halves, *whole)
             if read.tiles
             else bfloat16_pairs.engine()
         )

@@ -1,4 +1,4 @@
-"""Wide products and softmax of bfloat16 by tiles (AMX), for 32 query rows.
+"""Wide products and softmax by tiles (AMX), for 32 query rows of bfloat16 or of float16.
 
     S = K Q^T                  [tokens, WIDE]    A: rows of keys as they lie, B: pairs of query elements
     m' = max(m, c max S)       P = 2^(c S - m')  in pairs of tokens, l' = l 2^(m - m') + sum P
@@ -7,6 +7,10 @@
 Here m is in powers of 2, and c is scale * log2(e). An old m stays until a new one is LAZY larger, so that O
 is rarely rescaled: weights up to 2^LAZY lose nothing. Of eight tiles, 0 to 3 are sums of 32 tokens (or
 elements) by 32 rows, 4 and 5 are A, 6 and 7 are B.
+
+A float16 number is the sum of two terms of bfloat16, exactly: x = x0 + x1, where x0 is x rounded to 8 bits.
+So scores have four products for each one, whose sums are those of float32. Weights have two terms too, of 16
+bits in all; sums leave x1 y1 out, which is below 2^-16 of the whole.
 """
 
 import functools
@@ -16,7 +20,20 @@ from llvmlite import ir
 
 from kvkit.cpu.simd import lanes
 from kvkit.cpu.simd.attention import LOWEST, transposed_vectors
-from kvkit.cpu.simd.lanes import F32, I16, I32, I64, LANES, Lanes, StackSlots, loop, micro_kernel, read, write
+from kvkit.cpu.simd.lanes import (
+    F16,
+    F32,
+    I16,
+    I32,
+    I64,
+    LANES,
+    Lanes,
+    StackSlots,
+    loop,
+    micro_kernel,
+    read,
+    write,
+)
 from kvkit.cpu.simd.pairs import PAIRED, bfloat16_pairs, interleave
 from kvkit.cpu.simd.tiles import ROW, ROWS, Tiles
 
@@ -36,46 +53,100 @@ def state(in_memory, step):
     return state
 
 
-@micro_kernel
-def pack_queries(b, addresses, live, dim, target):
-    """Write `live` rows of bfloat16 at `addresses` as pairs [dim / 2, WIDE, 2], and zeros for other rows."""
-    last = b.sub(live, I64(1))
-    for half in range(2):
-        rows, inside = [], []
-        for r in range(LANES):
-            row = I64(LANES * half + r)
-            inside.append(b.icmp_signed("<=", row, last))
-            rows.append(lanes.row_id_at(b, addresses, b.select(inside[r], row, last)))
-        with loop(b, dim, STEP) as i:
-            offset = b.mul(i, I64(2))
-            words = [read(b, b.add(row, offset), I32, LANES) for row in rows]
-            words = [Lanes(b, b.select(inside[r], x.value, x.of(0))) for r, x in enumerate(words)]
-            to = b.add(target, b.add(b.mul(i, I64(PAIRED // 2)), I64(ROW * half)))
-            for k, column in enumerate(transposed_vectors(words)):
-                write(b, b.add(to, I64(PAIRED * k)), column)
+SCORES, SUMS = ((0, 0), (0, 1), (1, 0), (1, 1)), ((0, 0), (0, 1), (1, 0))  # terms of A and B, of float16
+
+
+def read_term(b, address, term):
+    """Read 32 numbers as bfloat16: a term of numbers of float16, or, if it is None, bfloat16 as it is."""
+    if term is None:
+        return read(b, address, I16, 2 * LANES)
+    x = read(b, address, F16, 2 * LANES).cast("fpext", F32)
+    first = rounded(x)
+    bits = (x - first if term else first).as_bits()
+    return (bits >> 16).cast("trunc", I16)
+
+
+def rounded(x):
+    """Round float32 lanes to the bits of bfloat16, ties away from zero."""
+    return (x.as_bits().plus(0x8000) & 0xFFFF0000).cast("bitcast", F32)
+
+
+def terms_of(halves):
+    """Return the terms of numbers that are read."""
+    return (0, 1) if halves else (None,)
 
 
 @functools.cache
-def scores(in_memory):
+def pack_queries(halves):
+    """Return the micro-kernel that packs query rows as B."""
+
+    @micro_kernel
+    def pack_queries(b, addresses, live, dim, target):
+        """Write `live` rows at `addresses` as pairs [dim / 2, WIDE, 2], and zeros for others; then term 1."""
+        last = b.sub(live, I64(1))
+        for half in range(2):
+            rows, inside = [], []
+            for r in range(LANES):
+                row = I64(LANES * half + r)
+                inside.append(b.icmp_signed("<=", row, last))
+                rows.append(lanes.row_id_at(b, addresses, b.select(inside[r], row, last)))
+            for number, term in enumerate(terms_of(halves)):
+                to_term = b.add(target, b.mul(dim, I64(number * PAIRED // 2)))
+                with loop(b, dim, STEP) as i:
+                    words = [read_term(b, b.add(row, b.mul(i, I64(2))), term).as_bits() for row in rows]
+                    words = [Lanes(b, b.select(inside[r], x.value, x.of(0))) for r, x in enumerate(words)]
+                    to = b.add(to_term, b.add(b.mul(i, I64(PAIRED // 2)), I64(ROW * half)))
+                    for k, column in enumerate(transposed_vectors(words)):
+                        write(b, b.add(to, I64(PAIRED * k)), column)
+
+    return pack_queries
+
+
+@micro_kernel
+def split_rows(b, addresses, count, dim, target, size):
+    """Write rows of float16 as rows of term 0 [tokens, dim], and `size` bytes further on those of term 1."""
+    with loop(b, count) as t:
+        row, to = lanes.row_id_at(b, addresses, t), b.add(target, b.mul(b.mul(t, dim), I64(2)))
+        with loop(b, dim, STEP) as i:
+            offset = b.mul(i, I64(2))
+            for term, place in enumerate((to, b.add(to, size))):
+                write(b, b.add(place, offset), read_term(b, b.add(row, offset), term))
+
+
+@functools.cache
+def scores(in_memory, halves):
     """Return the micro-kernel of S = K Q^T."""
 
     @micro_kernel
-    def scores(b, queries, groups, count, dim, target):
+    def scores(b, queries, groups, key_term, count, dim, target):
         """Compute S [token, WIDE] of `count` tokens, rounded up to 32; 32 divides `dim`.
 
-        `groups` lists (address, stride) of every 16 rows of keys, two entries for each 32 tokens.
+        `groups` lists (address, stride) of every 16 rows of keys, two entries for each 32 tokens. Term 1 of
+        keys lies `key_term` bytes after term 0.
         """
         tiles = Tiles(b, in_memory=in_memory)
         with loop(b, count, STEP) as t:
-            for tile in range(4):
-                tiles.zero(tile)
-            keys = keys_at(b, groups, t)
-            with loop(b, dim, STEP) as i:
-                rows = [(b.add(at, b.mul(i, I64(2))), row) for at, row in keys]
-                four_products(b, tiles, rows, b.add(queries, b.mul(i, I64(PAIRED // 2))))
+            add_scores(b, tiles, queries, groups, key_term, t, dim, halves)
             store_scores(b, tiles, target, t)
 
     return scores
+
+
+def add_scores(b, tiles, queries, groups, key_term, t, dim, halves, between=None):
+    """Compute scores of 32 tokens from t on in tiles 0 to 3.
+
+    `between`(i, number of a product) emits what stands between the products of elements i of the first terms.
+    """
+    for tile in range(4):
+        tiles.zero(tile)
+    keys = keys_at(b, groups, t)
+    for key, query in SCORES if halves else SCORES[:1]:
+        of_query = b.add(queries, b.mul(dim, I64(query * PAIRED // 2)))
+        with loop(b, dim, STEP) as i:
+            offset = b.add(b.mul(i, I64(2)), b.mul(key_term, I64(key)))
+            rows = [(b.add(at, offset), row) for at, row in keys]
+            weave = functools.partial(between, i) if between and not key + query else None
+            four_products(b, tiles, rows, (b.add(of_query, b.mul(i, I64(PAIRED // 2))), PAIRED), weave)
 
 
 def keys_at(b, groups, t):
@@ -91,36 +162,45 @@ def store_scores(b, tiles, target, t):
 
 
 @functools.cache
-def sums(in_memory):
+def sums(in_memory, halves):
     """Return the micro-kernel of O = O + V^T P."""
 
     @micro_kernel
     def sums(b, weights, values, tokens, count, dim, target):
         """Add the first `count` of the block's `tokens` to O [dim, WIDE]; 32 divides all three."""
         tiles, size = Tiles(b, in_memory=in_memory), b.mul(tokens, I64(2 * ROWS))
+        value_term, row = b.mul(b.mul(tokens, dim), I64(2)), weight_row(halves)
         with loop(b, dim, STEP) as i:
             places = corners(b, b.add(target, b.mul(i, I64(PAIRED))))
             for tile, place in enumerate(places):
                 tiles.load(tile, place, PAIRED)
-            value = b.add(values, b.mul(b.lshr(i, I64(4)), size))
-            with loop(b, count, STEP) as t:
-                at = b.add(value, b.mul(t, I64(ROW // 2)))
-                weight = b.add(weights, b.mul(t, I64(PAIRED // 2)))
-                four_products(b, tiles, ((at, I64(ROW)), (b.add(at, size), I64(ROW))), weight)
+            for value, weight in SUMS if halves else SUMS[:1]:
+                strip = b.add(values, b.add(b.mul(b.lshr(i, I64(4)), size), b.mul(value_term, I64(value))))
+                of_weight = b.add(weights, I64(PAIRED * weight))
+                with loop(b, count, STEP) as t:
+                    at = b.add(strip, b.mul(t, I64(ROW // 2)))
+                    rows = (at, I64(ROW)), (b.add(at, size), I64(ROW))
+                    four_products(b, tiles, rows, (b.add(of_weight, b.mul(t, I64(row // 2))), row))
             for tile, place in enumerate(places):
                 tiles.store(tile, place, PAIRED)
 
     return sums
 
 
+def weight_row(halves):
+    """Return the bytes of the weights of two tokens."""
+    return 2 * PAIRED if halves else PAIRED
+
+
 def four_products(b, tiles, rows, x, between=None):
-    """Add the products of two tiles of A, at (address, stride), and both halves of B.
+    """Add the products of two tiles of A and both halves of B, which are (address, stride).
 
     Loads are in between, and what `between`(number of the product) emits.
     """
+    at, row = x
     steps = [
-        (0, 4, 6, ((4, *rows[0]), (6, x, PAIRED))),
-        (1, 4, 7, ((7, b.add(x, I64(ROW)), PAIRED),)),
+        (0, 4, 6, ((4, *rows[0]), (6, at, row))),
+        (1, 4, 7, ((7, b.add(at, I64(ROW)), row),)),
         (2, 5, 6, ((5, *rows[1]),)),
         (3, 5, 7, ()),
     ]
@@ -137,34 +217,43 @@ def corners(b, at):
     return [b.add(at, I64(tile // 2 * ROWS * PAIRED + tile % 2 * ROW)) for tile in range(4)]
 
 
-@micro_kernel
-def transpose_values(b, addresses, count, dim, target):
-    """Write rows of values as tiles [dim / 16][tokens / 32] of [16 elements, 32 tokens].
+@functools.cache
+def transpose_values(halves):
+    """Return the micro-kernel that makes A of values."""
 
-    Zeros follow the last of `count` tokens, up to whole tiles; 32 divides `dim`. Rows are at `addresses`.
-    """
-    tokens, last = b.and_(b.add(count, I64(STEP - 1)), I64(-STEP)), b.sub(count, I64(1))
-    size = b.mul(tokens, I64(2 * ROWS))
-    with loop(b, tokens, STEP) as t:
-        rows, inside = [], []
-        for k in range(STEP):
-            token = b.add(t, I64(k))
-            inside.append(b.icmp_signed("<=", token, last))
-            rows.append(lanes.row_id_at(b, addresses, b.select(inside[k], token, last)))
-        with loop(b, dim, STEP) as i:
-            offset = b.mul(i, I64(2))
+    @micro_kernel
+    def transpose_values(b, addresses, count, dim, target):
+        """Write rows of values as tiles [dim / 16][tokens / 32] of [16 elements, 32 tokens]; then term 1.
 
-            def row(k, offset=offset):
-                value = read(b, b.add(rows[k], offset), I16, 2 * LANES)
-                return Lanes(b, b.select(inside[k], value.value, value.of(0)))
+        Zeros follow the last of `count` tokens, up to whole tiles; 32 divides `dim`. Rows are at `addresses`.
+        """
+        tokens, last = b.and_(b.add(count, I64(STEP - 1)), I64(-STEP)), b.sub(count, I64(1))
+        size = b.mul(tokens, I64(2 * ROWS))
+        with loop(b, tokens, STEP) as t:
+            rows, inside = [], []
+            for k in range(STEP):
+                token = b.add(t, I64(k))
+                inside.append(b.icmp_signed("<=", token, last))
+                rows.append(lanes.row_id_at(b, addresses, b.select(inside[k], token, last)))
+            for number, term in enumerate(terms_of(halves)):
+                to_term = b.add(target, b.mul(b.mul(tokens, dim), I64(2 * number)))
+                with loop(b, dim, STEP) as i:
+                    values = [read_term(b, b.add(row, b.mul(i, I64(2))), term) for row in rows]
+                    values = [Lanes(b, b.select(inside[k], x.value, x.of(0))) for k, x in enumerate(values)]
+                    to = b.add(to_term, b.add(b.mul(b.lshr(i, I64(4)), size), b.mul(t, I64(2 * ROWS))))
+                    write_columns(b, values, to, size)
 
-            both = [interleave(row(k), row(k + 1)) for k in range(0, STEP, 2)]
-            columns = [column for part in zip(*both, strict=True) for column in transposed_vectors(part)]
-            to = b.add(target, b.add(b.mul(b.lshr(i, I64(4)), size), b.mul(t, I64(2 * ROWS))))
-            for element in range(2 * LANES):
-                place = b.add(to, I64(ROW * (element % ROWS)))
-                column = columns[element // 8 * 4 + element % 4 + element % 8 // 4 * LANES]
-                write(b, b.add(place, size) if element >= ROWS else place, column)
+    return transpose_values
+
+
+def write_columns(b, values, target, size):
+    """Write 32 rows of 32 numbers as two tiles [16 elements, 32 rows], which are `size` bytes apart."""
+    both = [interleave(values[k], values[k + 1]) for k in range(0, STEP, 2)]
+    columns = [column for part in zip(*both, strict=True) for column in transposed_vectors(part)]
+    for element in range(2 * LANES):
+        place = b.add(target, I64(ROW * (element % ROWS)))
+        column = columns[element // 8 * 4 + element % 4 + element % 8 // 4 * LANES]
+        write(b, b.add(place, size) if element >= ROWS else place, column)
 
 
 @micro_kernel
@@ -204,17 +293,17 @@ def grow_maximum(b, scores, count, m_at, l_at, sums, dim, scale):
 
 
 class TileWeights:
-    """Emits P = 2^(c S - m) in place of S, in pairs of tokens, and l."""
+    """Emits P = 2^(c S - m) in place of S, in pairs of tokens, [tokens / 2, term, WIDE, 2], and l."""
 
-    def __init__(self, b, scores, m_at, l_at, scale):
-        self.b, self.scores, self.l_at = b, scores, l_at
+    def __init__(self, b, scores, m_at, l_at, scale, halves):
+        self.b, self.scores, self.l_at, self.halves = b, scores, l_at, halves
         self.c = lanes.broadcast(b, scale, LANES) * LOG2E
         self.m = [read(b, b.add(m_at, I64(ROW * half)), F32, LANES).max(LOWEST) for half in range(2)]
         self.l = StackSlots(b, [read(b, b.add(l_at, I64(ROW * half)), F32, LANES) for half in range(2)])
 
     def two_tokens(self, t):
         """Write P of tokens t and t + 1."""
-        b = self.b
+        b, packed = self.b, []
         for half in range(2):
             at = score_at(b, self.scores, t, half)
             pair = [
@@ -222,8 +311,15 @@ class TileWeights:
                 for k in range(2)
             ]
             self.l[half] = self.l[half] + (pair[0] + pair[1])
-            place = b.add(self.scores, b.add(b.mul(t, I64(PAIRED // 2)), I64(ROW * half)))
-            write(b, place, bfloat16_pairs(*pair))
+            packed.append([bfloat16_pairs(*pair)])
+            if self.halves:
+                first = [rounded(x) for x in pair]
+                rest = [x - y for x, y in zip(pair, first, strict=True)]
+                packed[half] = [bfloat16_pairs(*first), bfloat16_pairs(*rest)]
+        to = b.add(self.scores, b.mul(t, I64(weight_row(self.halves) // 2)))
+        for half, terms in enumerate(packed):
+            for term, vector in enumerate(terms):
+                write(b, b.add(to, I64(PAIRED * term + ROW * half)), vector)
 
     def write_sums(self):
         """Write l."""
@@ -231,41 +327,39 @@ class TileWeights:
             write(self.b, self.b.add(self.l_at, I64(ROW * half)), self.l[half])
 
 
-@micro_kernel
-def weights(b, scores, count, m_at, l_at, scale):
-    """Replace S by P, in pairs of tokens, and update l; 32 divides `count`."""
-    p = TileWeights(b, scores, m_at, l_at, scale)
-    with loop(b, count, 2) as t:
-        p.two_tokens(t)
-    p.write_sums()
+@functools.cache
+def weights(halves):
+    """Return the micro-kernel of P = 2^(c S - m)."""
+
+    @micro_kernel
+    def weights(b, scores, count, m_at, l_at, scale):
+        """Replace S by P, in pairs of tokens, and update l; 32 divides `count`."""
+        p = TileWeights(b, scores, m_at, l_at, scale, halves)
+        with loop(b, count, 2) as t:
+            p.two_tokens(t)
+        p.write_sums()
+
+    return weights
 
 
 @functools.cache
-def weights_and_scores(in_memory):
+def weights_and_scores(in_memory, halves):
     """Return the micro-kernel of `weights` of a tile and `scores` of the next one, step by step.
 
     So vectors are computed while the processor multiplies tiles.
     """
 
     @micro_kernel
-    def weights_and_scores(b, scores, count, m_at, l_at, scale, queries, groups, dim, target):
-        p, tiles = TileWeights(b, scores, m_at, l_at, scale), Tiles(b, in_memory=in_memory)
+    def weights_and_scores(b, scores, count, m_at, l_at, scale, queries, groups, key_term, dim, target):
+        p, tiles = TileWeights(b, scores, m_at, l_at, scale, halves), Tiles(b, in_memory=in_memory)
         with loop(b, count, STEP) as t:
-            for tile in range(4):
-                tiles.zero(tile)
-            keys = keys_at(b, groups, t)
-            with loop(b, dim, STEP) as i:
-                first = b.lshr(
-                    i, I64(2)
-                )  # of eight tokens, whose weights are computed between these products
-                rows = [(b.add(at, b.mul(i, I64(2))), row) for at, row in keys]
-                query, more = b.add(queries, b.mul(i, I64(PAIRED // 2))), b.icmp_signed("<", first, I64(STEP))
 
-                def weigh(k, first=first, t=t, more=more):
-                    with b.if_then(more):
-                        p.two_tokens(b.add(t, b.add(first, I64(2 * k))))
+            def weigh(i, number, t=t):
+                first = b.lshr(i, I64(2))  # of eight tokens, whose weights are computed between four products
+                with b.if_then(b.icmp_signed("<", first, I64(STEP))):
+                    p.two_tokens(b.add(t, b.add(first, I64(2 * number))))
 
-                four_products(b, tiles, rows, query, weigh)
+            add_scores(b, tiles, queries, groups, key_term, t, dim, halves, weigh)
             begin = b.lshr(dim, I64(2))
             with loop(b, b.sub(I64(STEP), begin), 2) as k:
                 p.two_tokens(b.add(t, b.add(begin, k)))

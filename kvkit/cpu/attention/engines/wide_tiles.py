@@ -1,4 +1,4 @@
-"""The wide engine of bfloat16 on processors with tiles (AMX).
+"""The wide engine of bfloat16, and of float16, on processors with tiles (AMX).
 
     S = K Q^T                          [tokens, rows], queries [dim / 2, rows, 2]
     P = 2^(c S - m), O = O alpha + P V [dim, rows], weights [tokens / 2, rows, 2]
@@ -6,6 +6,8 @@
 Tiles of keys are loaded from the cache where 16 rows lie closely together, at cache lines; other rows are
 copied first, once for all tiles of the block. Values are transposed, once, from where they lie. m is in
 powers of 2 until the work item ends (see `tile_products`).
+
+Numbers of float16 are two terms of bfloat16 each: keys and values of a block are split when they are copied.
 """
 
 import functools
@@ -36,12 +38,12 @@ get_float, put_float = memory.load(types.float32), memory.store(types.float32)
 
 
 @functools.cache
-def paired_queries(in_memory, whole):
+def paired_queries(in_memory, halves, whole):
     """Compile the load of queries as pairs of bfloat16, which opens the thread's tiles.
 
-    Rows of the call are read as they are if they are `whole` steps of bfloat16, else converted from float32.
+    Rows of the call are read as they are if they are `whole` steps, else converted from float32.
     """
-    open_tiles = tile_products.state(in_memory, "open")
+    open_tiles, pack = tile_products.state(in_memory, "open"), tile_products.pack_queries(halves)
 
     def paired_queries(params_address, block_address, tile_address):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
@@ -55,9 +57,9 @@ def paired_queries(in_memory, whole):
             count, step = row_run(params, tile, r, params.query_token, params.query_head)
             attention.write_sequence(query_at(params, block, tile, r), step, count, addresses + 8 * r)
             r += count
-        tile_products.pack_queries(addresses, tile.live, dim, tile.engine_queries)
+        pack(addresses, tile.live, dim, tile.engine_queries)
 
-    return step_code(paired_queries, ("queries", in_memory, whole))
+    return step_code(paired_queries, ("queries", in_memory, halves, whole))
 
 
 @functools.cache
@@ -81,6 +83,7 @@ def load(keys_as_is, values_as_is):
 
     A side that is as it is in the cache has whole rows of bfloat16; others are converted.
     """
+    transpose = tile_products.transpose_values(False)
 
     def load(params_address, block_address, tile_address):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
@@ -98,9 +101,45 @@ def load(keys_as_is, values_as_is):
             load_rows(values.to_bfloat16, values, block, tile.head, block.value_row_ids,
                       target=rows, target_row=2 * dim, element=2)  # fmt: skip
             attention.write_sequence(rows, 2 * dim, block.count, addresses)
-        tile_products.transpose_values(addresses, block.count, dim, block.wide_values)
+        transpose(addresses, block.count, dim, block.wide_values)
 
     return step_code(load, ("load", keys_as_is, values_as_is))
+
+
+@functools.cache
+def load_halves():
+    """Compile the load of a block of float16: both terms of keys are copied, those of values transposed."""
+    transpose = tile_products.transpose_values(True)
+
+    def load_halves(params_address, block_address, tile_address):
+        params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
+        keys, values, addresses = params.keys, params.values, block.value_addresses
+        block.scored = 0
+        rows, _ = rows_of_head(keys, block, tile.head)
+        attention.addresses(rows, keys.row, block.key_row_ids, block.count, addresses)
+        size = term_bytes(block, keys)
+        tile_products.split_rows(addresses, block.count, keys.padded_dim, block.wide_keys, size)
+        list_copied_keys(block, 2 * keys.padded_dim)
+        if not block.values_in_keys:
+            rows, _ = rows_of_head(values, block, tile.head)
+            attention.addresses(rows, values.row, block.value_row_ids, block.count, addresses)
+        transpose(addresses, block.count, values.padded_dim, block.wide_values)
+
+    return step_code(load_halves, ("load halves",))
+
+
+@helper
+def term_bytes(block, keys):
+    """Return the bytes from term 0 of a block's keys to term 1."""
+    return 2 * block.size * keys.padded_dim
+
+
+@helper
+def list_copied_keys(block, row):
+    """List the address and the stride of every 16 rows of keys, which were copied, in whole pairs."""
+    for i in range(-(-block.count // (2 * ROWS)) * 2):
+        put(block.key_addresses + i * GROUP_BYTES, block.wide_keys + i * ROWS * row)
+        put(block.key_addresses + i * GROUP_BYTES + 8, row)
 
 
 @helper
@@ -113,13 +152,11 @@ def load_keys(params, block, tile, as_is):
     if not near:
         load_rows(keys.to_bfloat16, keys, block, tile.head, block.key_row_ids,
                   target=block.wide_keys, target_row=row, element=2)  # fmt: skip
-    for begin in range(0, block.count, ROWS):
-        first = rows + get(block.key_row_ids + 8 * begin) * keys.row
-        end, target = min(begin + ROWS, block.count), block.wide_keys + begin * row
-        at = groups + begin // ROWS * GROUP_BYTES
-        put(at, target)
-        put(at + 8, row)
-        if near:
+    list_copied_keys(block, row)
+    if near:
+        for begin in range(0, block.count, ROWS):
+            first = rows + get(block.key_row_ids + 8 * begin) * keys.row
+            end, at = min(begin + ROWS, block.count), groups + begin // ROWS * GROUP_BYTES
             run = run_end(block.key_row_ids, begin, end, keys.step) - begin
             if run == ROWS and first % ROW == 0:
                 put(at, first)
@@ -127,10 +164,6 @@ def load_keys(params, block, tile, as_is):
             else:
                 load_range(keys.to_bfloat16, keys, block, tile.head, block.key_row_ids, begin, end=end,
                            target=block.wide_keys, target_row=row, element=2)  # fmt: skip
-    count = -(-block.count // ROWS)
-    if count % 2:  # the products take two groups
-        put(groups + count * GROUP_BYTES, block.wide_keys)
-        put(groups + count * GROUP_BYTES + 8, row)
     return not near
 
 
@@ -141,28 +174,32 @@ def scaled_in_softmax(params, tile):
 
 
 @functools.cache
-def scores(in_memory):
+def scores(in_memory, halves):
     """Compile S = K Q^T, times the scale unless the softmax multiplies with it."""
-    multiply = tile_products.scores(in_memory)
+    multiply = tile_products.scores(in_memory, halves)
 
     def scores(params_address, block_address, tile_address):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
         if not (tile.index and block.scored == tile.index):
-            dim = params.keys.padded_dim
-            multiply(tile.engine_queries, block.key_addresses, tile.count, dim, tile.scores)
+            multiply(
+                queries=tile.engine_queries, groups=block.key_addresses,
+                key_term=term_bytes(block, params.keys), count=tile.count, dim=params.keys.padded_dim,
+                target=tile.scores,
+            )  # fmt: skip
         if not scaled_in_softmax(params, tile):
             attention.scale_by(tile.scores, tile.scores, tile.count * WIDE, tile.factor)
 
-    return step_code(scores, ("scores", in_memory))
+    return step_code(scores, ("scores", in_memory, halves))
 
 
 @functools.cache
-def sums(in_memory):
+def sums(in_memory, halves):
     """Compile the softmax and O = O alpha + P V; scores are overwritten.
 
     Between the softmax's steps the scores of the next tile are multiplied, if both see all of the block.
     """
-    multiply, weigh_and_score = tile_products.sums(in_memory), tile_products.weights_and_scores(in_memory)
+    multiply, weigh = tile_products.sums(in_memory, halves), tile_products.weights(halves)
+    weigh_and_score = tile_products.weights_and_scores(in_memory, halves)
 
     def sums(params_address, block_address, tile_address):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
@@ -175,15 +212,15 @@ def sums(in_memory):
             after = tile_at(tile_address + TILE_BYTES)
             weigh_and_score(
                 scores=tile.scores, count=tile.count, m_at=tile.m, l_at=tile.l, scale=scale,
-                queries=after.engine_queries, groups=block.key_addresses, dim=params.keys.padded_dim,
-                target=after.scores,
+                queries=after.engine_queries, groups=block.key_addresses,
+                key_term=term_bytes(block, params.keys), dim=params.keys.padded_dim, target=after.scores,
             )  # fmt: skip
             block.scored = after.index
         else:
-            tile_products.weights(tile.scores, whole(tile.count), tile.m, tile.l, scale)
+            weigh(tile.scores, whole(tile.count), tile.m, tile.l, scale)
         multiply(tile.scores, block.wide_values, whole(block.count), whole(tile.count), dim, tile.o)
 
-    return step_code(sums, ("sums", in_memory))
+    return step_code(sums, ("sums", in_memory, halves))
 
 
 @helper
@@ -200,14 +237,16 @@ def whole(count):
     return -(-count // tile_products.STEP) * tile_products.STEP
 
 
-def engine(in_memory, whole_queries, keys_as_is, values_as_is):
+def engine(in_memory, halves, whole_queries, keys_as_is, values_as_is):
     """Return the engine of tiles, by the processor's instructions or `in_memory`.
 
-    `whole_queries` says that queries are whole steps of bfloat16, `.._as_is` that rows of the cache are.
+    With `halves` all numbers are float16, in whole steps. Else `whole_queries` says that queries are whole
+    steps of bfloat16, and `.._as_is` that rows of the cache are.
     """
+    loads = load_halves() if halves else load(keys_as_is, values_as_is)
     return {
-        "queries": paired_queries(in_memory, whole_queries).address, "reads_queries": whole_queries,
-        "load": load(keys_as_is, values_as_is).address,
-        "scores": scores(in_memory).address, "sums": sums(in_memory).address,
-        "finish": finish(in_memory).address, "softmax": True, "scales_scores": True,
+        "queries": paired_queries(in_memory, halves, whole_queries).address, "reads_queries": whole_queries,
+        "load": loads.address, "scores": scores(in_memory, halves).address,
+        "sums": sums(in_memory, halves).address, "finish": finish(in_memory).address,
+        "softmax": True, "scales_scores": True,
     }  # fmt: skip
