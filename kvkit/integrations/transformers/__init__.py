@@ -2,7 +2,8 @@
 
 ``model.generate(past_key_values=...)`` takes a `KvkitCache`. Under ``"kvkit"`` attention reads the cache in
 place, codes included. Under ``"eager"`` or ``"sdpa"`` the cache returns tensors of the context. `study`
-measures how quantization and eviction change a model's predictions.
+measures how quantization and eviction change a model's predictions. `compute_states` computes the recurrent
+states of a model (the gated delta rule) with kvkit.
 """
 
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -10,9 +11,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from kvkit.integrations.transformers.attention import NAME, attention_forward
 from kvkit.integrations.transformers.cache import KvkitCache
 from kvkit.integrations.transformers.masks import attention_mask
+from kvkit.integrations.transformers.recurrent import compute_states
 from kvkit.integrations.transformers.studying import study
 
-__all__ = ["KvkitCache", "study"]
+__all__ = ["KvkitCache", "compute_states", "study"]
 
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, attention_mask)  # without it transformers would drop every mask

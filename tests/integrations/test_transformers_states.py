@@ -1,0 +1,100 @@
+"""Models whose recurrent states kvkit computes: the tokens and numbers of transformers' own functions."""
+
+import functools
+import sys
+
+import pytest
+import torch
+import transformers
+from transformers_scenes import SIZES, expected, generated, prompt
+
+import kvkit
+from kvkit.integrations.transformers import KvkitCache, compute_states, recurrent
+
+pytestmark = pytest.mark.transformers
+
+FOUR = {**SIZES, "hidden_size": 32, "num_hidden_layers": 4}
+GDN = {
+    **FOUR, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+KDA = {
+    **FOUR, "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_heads": 4,
+    "linear_head_dim": 8, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8, "v_head_dim": 8, "num_experts": 4, "num_experts_per_token": 2,
+    "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+}  # fmt: skip
+MODELS = {"Qwen3Next": GDN, "Qwen3_5Text": GDN, "KimiLinear": KDA}
+
+
+@functools.cache
+def model(name):
+    torch.manual_seed(5)
+    config = getattr(transformers, f"{name}Config")(**MODELS[name])
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """Return a list that gets the number of tokens of each call of the rule."""
+    calls, rule = [], recurrent.gated_delta_rule
+
+    def counted(q, *arguments, **options):
+        calls.append(q.shape[1])
+        return rule(q, *arguments, **options)
+
+    monkeypatch.setattr(recurrent, "gated_delta_rule", counted)
+    return calls
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_of_a_padded_batch(name, ran):
+    net, inputs = model(name), prompt(70, 5)
+    wanted = expected(net, inputs)
+    with compute_states(net):
+        assert torch.equal(generated(net, "sdpa", inputs, KvkitCache(net.config)), wanted)
+        assert set(ran) == {70, 1}
+    before = len(ran)
+    assert torch.equal(expected(net, inputs), wanted)
+    assert len(ran) == before  # the functions are transformers' again
+
+
+@pytest.mark.parametrize("name", ["Qwen3Next", "KimiLinear"])
+@pytest.mark.parametrize("tokens", [1, 20, 130])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_are_those_of_transformers_functions(name, tokens, dtype):
+    rng = torch.Generator().manual_seed(tokens)
+    heads, channels = (2, ()) if name == "Qwen3Next" else (4, (8,))
+    q, k = (torch.randn(2, tokens, heads, 8, generator=rng).to(dtype) for _ in range(2))
+    v = torch.randn(2, tokens, 4, 6, generator=rng).to(dtype)
+    g = -torch.rand(2, tokens, 4, *channels, generator=rng)
+    beta, state = torch.rand(2, tokens, 4, generator=rng), torch.randn(2, 4, 8, 6, generator=rng)
+    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    module, before = sys.modules[type(model(name)).__module__], state.clone()
+    for function in (getattr(module, rule) for rule in recurrent.RULES if hasattr(module, rule)):
+        for start in (None, state):
+            call = {"query": q, "key": k, "value": v, "g": g, "beta": beta, "initial_state": start, **options}
+            wanted, found = function(**call), recurrent.rule_of(function)(**call)
+            limit = 2e-5 if dtype == torch.float32 else 1e-2
+            for got, right in zip(found, wanted, strict=True):
+                torch.testing.assert_close(got, right.to(got.dtype), atol=limit, rtol=limit)
+    assert torch.equal(state, before)
+
+
+def test_gradients_stay_with_transformers(ran):
+    net, inputs = model("Qwen3Next"), prompt(9)
+    with compute_states(net):
+        net(**inputs).logits.sum().backward()
+    assert not ran
+    net.zero_grad()
+
+
+def test_a_model_without_such_layers():
+    config = transformers.LlamaConfig(**{**SIZES, "hidden_size": 32, "num_hidden_layers": 1})
+    net = transformers.AutoModelForCausalLM.from_config(config)
+    with (
+        pytest.raises(kvkit.KvkitError, match=r"^model: expected .* got LlamaForCausalLM"),
+        compute_states(net),
+    ):
+        pass
