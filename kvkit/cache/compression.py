@@ -113,8 +113,8 @@ def plan_layers(layers: Sequence[Any], request: Compression) -> tuple[dict[int, 
     stored = {i: count_columns(layers[i], mask) for i in chosen}
     for i, count in layer_counts(stored, len(layers), request).items():
         rows = rows_to_keep([layers[i]], layers, count, request)
-        positions = layers[i].positions[rows]
-        plan = layers[i].plan("retain", positions, renumber=request.renumber, rope=request.rope[i])
+        positions, rope = layers[i].positions[rows], request.rope[i]
+        plan = layers[i].plan("retain", positions, renumber=request.renumber, rows=rows, rope=rope)
         plans[i] = plan._replace(frees=True)
     return plans, skipped
 
@@ -148,8 +148,8 @@ def plan_sequences(
     if mask is not None and count is not None:
         count = min(integer("count", count, 1, stored), columns)
     count = kept_count(columns, request.keep, count)
-    positions = layers[0].positions[rows_to_keep(layers, layers, count, request)]
-    return plan("retain", positions, renumber=request.renumber)
+    rows = rows_to_keep(layers, layers, count, request)
+    return plan("retain", layers[0].positions[rows], renumber=request.renumber, rows=rows)
 
 
 def compress_sequences(

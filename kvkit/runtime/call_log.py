@@ -33,6 +33,7 @@ UNLOGGED = "self", "out", "stream"
 # Modules whose operators are names of `kvkit` itself.
 TOP_LEVEL = "static", "merge", "paged", "planned_pages", "mla", "indexer"
 TOTALS = {"calls": 0, "bytes": 0, "silent": False}
+RUN = {"number": 0}  # of this process among those whose dumps have its process number
 
 
 def write_array(folder: FilePath, name: str, array: ArrayLike, raw: bool = False) -> dict[str, Any]:
@@ -150,6 +151,22 @@ def describe_value(value: Any, numbers: bool) -> str:
     return f"{text}{span}, {wide.size - finite.size} not finite, {int((wide == 0).sum())} zeros"
 
 
+def new_folder(root: Path, name: str) -> Path:
+    """Make a folder for a call: its name begins with the number of the process.
+
+    In containers processes of several runs have one number; the later ones get .1, .2 and so on.
+    """
+    while True:
+        run = f".{RUN['number']}" if RUN["number"] else ""
+        folder = root / f"{os.getpid()}{run}-{name}"
+        try:
+            folder.mkdir(PRIVATE)  # keys and values reveal the text of a user
+        except FileExistsError:
+            RUN["number"] += 1
+        else:
+            return folder
+
+
 def write_call(name: str, given: Mapping[str, Any]) -> None:
     """Write a call, unless the limits are reached."""
     size = sum(value.nbytes for value in given.values() if isinstance(value, np.ndarray))
@@ -162,9 +179,8 @@ def write_call(name: str, given: Mapping[str, Any]) -> None:
     TOTALS["calls"] += 1
     TOTALS["bytes"] += size
     root = Path(os.environ.get("KVKIT_LOG_FOLDER") or "kvkit_dumps")
-    folder = root / f"{os.getpid()}-{TOTALS['calls']:06d}-{name}"
     root.mkdir(PRIVATE, parents=True, exist_ok=True)
-    folder.mkdir(PRIVATE)  # keys and values reveal the text of a user
+    folder = new_folder(root, f"{TOTALS['calls']:06d}-{name}")
     arguments = {key: write_argument(folder, key, value) for key, value in members(given)}
     case = {"name": folder.name, "operator": name, "arguments": arguments}
     write_manifest(folder, [case | {"outputs": {}, "after": {}}], producer="KVKIT_LOG")

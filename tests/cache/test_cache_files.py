@@ -131,3 +131,26 @@ def test_every_kind_is_saved():
     more = LatentLayer(), IndexedLayer(LatentLayer()), RaggedLayer(), GatedDeltaLayer(2, 4, 4, 16, 4)
     saved = (*four_layers(), QuantizedLayer(), SharedLayer(0), StateLayer(), *more)
     assert {type(layer) for layer in saved} == set(FILED.values())
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("recording", [False, True])
+def test_a_loaded_window_answers_the_last_query(moved, recording, tmp_path):
+    """The file has the tokens that the last query attends to, one more than the next one needs."""
+    layer = kvkit.cache.SlidingWindowLayer(4)
+    cache, states = kvkit.cache.Cache([layer], rope="none"), random(np.float32, 9, dims=(4,))[0]
+    if recording:
+        cache.activate_past_recording()
+    cache.update(states, states, 0)
+    if moved and not recording:
+        cache.shift(0, None, 3)
+    expected = cache.attend(states[:, :, -1:], 0)
+    cache.save(tmp_path / "cache.npz")
+    again = load(tmp_path / "cache.npz")
+    assert again.attend(states[:, :, -1:], 0).tobytes() == expected.tobytes()
+    assert again.layers[0].stored_tokens == layer.stored_tokens
+    assert again.layers[0].positions.tolist() == layer.positions.tolist()
+    for each in cache, again:
+        each.update(states[:, :, :2], states[:, :, :2], 0)
+    answers = [each.attend(states[:, :, 3:5], 0).tobytes() for each in (cache, again)]
+    assert answers[0] == answers[1]

@@ -267,8 +267,6 @@ class Operations(RuleBasedStateMachine):
             (before.cache if self.kind == "paged" else layer.keys)[...] = 7
         before.close()
         self.go_on_with(again)
-        if how == "file" and self.kind == "sliding" and len(self.model) > self.model.stored:
-            self.queries = 0  # a file has what the next token sees, not all that the last one saw
         self.last_query()
 
     @precondition(lambda self: self.offloaded and not self.model.recording)
@@ -278,8 +276,6 @@ class Operations(RuleBasedStateMachine):
         self.cache.close(keep=True)
         open_folder = PagedCache.open if self.kind == "paged" else Cache.open
         self.go_on_with(open_folder(self.folder, keep=False))
-        if self.kind == "sliding" and len(self.model) > self.model.stored:
-            self.queries = 0
         self.last_query()
 
     @precondition(lambda self: self.offloaded and self.model.stored and self.layer.keys is not None)

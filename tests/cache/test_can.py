@@ -19,11 +19,9 @@ from kvkit.cache import (
     StaticLayer,
     StaticSlidingWindowLayer,
 )
-from kvkit.cache.layers.schemed import SchemedLayer
 
 ROPE = Rope(8)
 CODES = QuantSpec(8, group=4), QuantSpec(8, group=8, axis="token")
-SCHEME = QuantSpec(format="int8:g8", group=4)
 KINDS = {
     "dynamic": DynamicLayer,
     "static": lambda: StaticLayer(40),
@@ -31,9 +29,7 @@ KINDS = {
     "static window": lambda: StaticSlidingWindowLayer(40, 6),
     "codes": lambda: QuantizedLayer(*CODES, 4, 2),
     "channels": lambda: QuantizedLayer(QuantSpec(4, group=4), QuantSpec(4, group=4), 4, 2),
-    "scheme": lambda: SchemedLayer(SCHEME, SCHEME, 4, 2),
     "latent": lambda: LatentLayer(8, 8),
-    "latent codes": lambda: LatentLayer(8, 8, format="int8:g8", rope_dtype="float32"),
     "indexed": lambda: IndexedLayer(LatentLayer(8, 8), 4),
     "state": lambda: StateLayer(checkpoint_every=3),
     "no checkpoints": StateLayer,
@@ -118,7 +114,7 @@ def test_can_is_none_exactly_if_the_call_succeeds(kinds, mapped, tmp_path):
     for seed in range(6):
         rng = np.random.default_rng(seed)
         cache = Cache([KINDS[kind]() for kind in kinds], rope=[None, ROPE, "none"][seed % 3])
-        if mapped and "scheme" not in kinds:
+        if mapped:
             cache.offload(tmp_path / str(seed), only_non_sliding=False)
         for _ in range(int(rng.integers(0, 4))):
             if cache.get_seq_length() + 6 < 40:

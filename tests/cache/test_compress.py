@@ -161,15 +161,6 @@ def test_codes_are_scored_decoded_and_move_as_bytes():
         assert layer.store.sides[0].codes.nbytes < held / 3
 
 
-def test_schemes_lose_whole_groups():
-    spec = QuantSpec(format="mxfp4", group=16)
-    cache = QuantizedCache(1, spec, spec, residual_length=8, sink=0)
-    cache.update(*(np.tile(states(120), (1, 1, 1, 4)) for _ in "kv"), 0)
-    report = cache.compress("streaming", keep=0.25, sinks=1)
-    assert (report.tokens, cache.layers[0].positions.tolist()) == ([30], [0, *range(91, 120)])
-    assert report.bytes_after < report.bytes_before
-
-
 def test_a_call_or_the_cache_says_how_keys_were_rotated():
     paged = PagedCache(20, 4, 1, 2, 8, np.float32)
     caches = QuantizedCache(1, rope=ROPE), QuantizedCache(1), DynamicCache(1), paged
@@ -360,3 +351,35 @@ def test_a_generation_is_compressed_again_and_again():
     assert max(lengths) == 16
     assert lengths[-1] == 12
     assert cache.get_seq_length() == 30
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "heads", "paged", "seq", "file"])
+def test_of_tokens_that_share_a_position_the_best_stay(kind, tmp_path):
+    """Rows are chosen, and not positions."""
+    keys, values = states(8, 1, 1), states(8, 1, 1, seed=1)
+    scores, best = np.array([8, 1, 7, 2, 6, 3, 5, 4.0]).reshape(1, 1, 8), [0, 2, 4, 6]
+    paged = kind in ("paged", "seq")
+    cache = (
+        PagedCache(16, 4, 1, 1, keys.shape[3], keys.dtype, rope="none")
+        if paged
+        else DynamicCache(1, rope="none")
+    )
+    if kind == "file":
+        cache.offload(tmp_path / "cache")
+    cache.update(keys, values, 0)
+    target = getattr(cache, "rows", cache)
+    target.divide(0, None, 2)
+    assert cache.layers[0].positions.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    if kind == "seq":
+        seq = cache.blocks.fork(cache.rows.sequences[0])
+        cache.compress(seq, [scores], count=4)
+        assert seq.positions.tolist() == [0, 1, 2, 3]
+        return
+    more = {"per_head": True} if kind == "heads" else {}
+    target.compress([scores], count=4, **more)
+    layer = cache.layers[0]
+    assert layer.positions.ravel().tolist() == [0, 1, 2, 3]
+    assert layer.get_seq_length() == 4
+    np.testing.assert_array_equal(layer.stored()[0], keys[:, :, best])
+    np.testing.assert_array_equal(layer.stored()[1], values[:, :, best])
+    cache.close()

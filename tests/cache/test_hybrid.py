@@ -266,3 +266,47 @@ def test_what_is_refused():
     assert cache.compress("knorm", keep=0.5).skipped[0] == "a recurrent state holds all tokens"
     kinds = [type(layer) for layer in DynamicCache(layer_types=["conv", "full_attention"]).layers]
     assert kinds == [StateLayer, DynamicLayer]
+
+
+def test_a_state_of_no_tokens_at_a_position_is_saved_and_loaded(tmp_path):
+    """After all tokens were removed, and the position of the next one was moved."""
+    cache = Cache([StateLayer(), DynamicLayer()], rope="none")
+    cache.update(states(3), 3, 0)
+    cache.update(*np.ones((2, 2, 1, 3, 4), np.float32), 1)
+    cache.remove(0)
+    cache.shift(0, None, 2)
+    for _ in range(2):
+        cache.save(tmp_path / "cache.npz")
+        cache = load(tmp_path / "cache.npz")
+        assert [layer.get_seq_length() for layer in cache.layers] == [2, 2]
+    cache.shift(0, None, 1)
+    cache.update(states(4), 4, 0)
+    cache.update(*np.ones((2, 2, 1, 4, 4), np.float32), 1)
+    assert [layer.get_seq_length() for layer in cache.layers] == [7, 7]
+    assert cache.layers[0].states["ssm.0"][0, 0] == 4
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_checkpoint_stays_as_it_is_when_tokens_have_moved(tokens, in_place):
+    layer = StateLayer(checkpoint_every=1)
+    layer.update(states(3), 3)
+    layer.shift(3, None, 1)
+    if in_place:
+        for name, array in layer.advance(tokens).items():
+            array[...] = states(7)[name]
+    else:
+        layer.update(states(7), tokens)
+    assert layer.states["ssm.0"][0, 0] == 7
+    assert layer.get_seq_length() == 4 + tokens
+    layer.crop(3)
+    assert layer.states["ssm.0"][0, 0] == 3
+
+
+def test_an_update_of_no_tokens_replaces_the_checkpoint_of_its_length():
+    layer = StateLayer(checkpoint_every=1)
+    layer.update(states(3), 3)
+    layer.update(states(5), 0)
+    layer.update(states(7), 1)
+    layer.crop(3)
+    assert layer.states["ssm.0"][0, 0] == 5

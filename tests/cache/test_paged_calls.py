@@ -120,3 +120,23 @@ def test_what_is_wrong_is_said_to_later_calls_too(rng):
             assert "that the step has not written" in refused(step.update, packed, packed, i)
         assert refused(step.attend, packed, 1, window=(1.0, 1)).startswith("window: expected")
         assert refused(step.attend, packed, LAYERS).startswith("layer_idx: expected")
+
+
+@pytest.mark.parametrize("how", ["abandon", "commit"])
+def test_a_step_that_its_block_has_ended_ends_once(how):
+    cache, new = cache_of("float32")[0], np.ones((3, HEADS, DIM), np.float32)
+    seq, other = cache.blocks.add(), cache.blocks.add()
+    free = cache.blocks.available
+    with cache.begin_step([(seq, 3)]) as step:
+        for layer in range(LAYERS):
+            step.update(new, new, layer)
+        getattr(step, how)()
+    with cache.blocks.begin_step([(other, 3)]) as index:
+        getattr(index, how)()
+    stored = 3 * (how == "commit")
+    assert (seq.length, other.length) == (stored, stored)
+    assert cache.blocks.available == free - (2 if stored else 0)
+    index = cache.blocks.begin_step([(other, 3)])
+    index.abandon()
+    index.__exit__(ValueError, ValueError(), None)  # the error of the block goes on
+    assert cache.blocks.open_step is None

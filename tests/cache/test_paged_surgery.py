@@ -501,3 +501,20 @@ def test_a_crop_within_a_step_takes_nothing_from_the_step(moved):
         for layer in range(LAYERS):
             step.update(*normal(2, 4 * P, HEADS, DIM), layer)
     assert not {*seq.blocks} & {*other.blocks}
+
+
+def test_a_window_over_tokens_that_share_a_position_is_refused():
+    """It would count rows: of two tokens with the position at its edge it would see one."""
+    cache = PagedCache(16, 4, 1, 1, 4, np.float32, rope="none")
+    states = normal(1, 1, 8, 4)
+    cache.update(states, states, 0)
+    cache.rows.divide(0, 4, 2)
+    assert cache.layers[0].positions.tolist() == [0, 0, 1, 1, 4, 5, 6, 7]
+    assert cache.attend(states[:, :, -1:], 0, window=(3, -1)).shape == (1, 1, 1, 4)
+    for left in (4, 5, 6, 7):
+        with pytest.raises(KvkitError, match="window: expected one without holes"):
+            cache.attend(states[:, :, -1:], 0, window=(left, -1))
+    cache.rows.divide(0, None, 2)
+    assert cache.layers[0].positions.tolist() == [0, 0, 0, 0, 2, 2, 3, 3]
+    with pytest.raises(KvkitError, match="window"):  # the token before has the position of the query
+        cache.attend(states[:, :, -1:], 0, window=(0, -1))

@@ -387,3 +387,22 @@ def test_layers_that_cannot_have_heads_of_their_own_are_refused():
             cache.compress("knorm", keep=0.5, budget="ada")
         assert cache.layers == [layer]
     assert kvkit.cache.RaggedLayer().positions.shape == (0, 1, 0)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_heads_without_tokens_have_their_sinks(moved, batch):
+    """Their output is 0, and lse is the sink."""
+    keys, sinks = normal(6, heads=2, batch=batch), np.array([1.5, 0.5, -1.0, 2.0], np.float32)
+    cache = DynamicCache(1, rope=ROPE)
+    cache.update(keys, keys, 0)
+    cache.compress([np.zeros((batch, 2, 6))], budget=[[0, 4]])
+    if moved:
+        cache.shift(0, None, 2)
+    output, lse = cache.attend(normal(1, 4, batch=batch), 0, sinks=sinks, return_lse=True)
+    np.testing.assert_array_equal(lse[:, :2, 0], np.broadcast_to(sinks[:2], (batch, 2)))
+    assert not output[:, :2].any()
+    assert output[:, 2:].any()
+    plain = cache.attend(normal(1, 4, batch=batch), 0, return_lse=True)[1]
+    assert (plain[:, :2] == -np.inf).all()
+    np.testing.assert_allclose(lse[:, 2:, 0], np.logaddexp(plain[:, 2:, 0], sinks[2:]), rtol=1e-6)

@@ -367,6 +367,24 @@ def test_dumps_are_replayed(log, capfd):
     capfd.readouterr()
 
 
+def test_dumps_of_a_second_process_of_the_same_number_are_kept(log, monkeypatch, capfd):
+    """As in containers, where each run may be process 1."""
+    folder = log(10)
+    for run in range(3):
+        monkeypatch.setattr(call_log, "TOTALS", {"calls": 0, "bytes": 0, "silent": False})
+        monkeypatch.setattr(call_log, "RUN", {"number": 0})
+        for _ in range(run + 1):
+            call()
+    assert "no dump" not in capfd.readouterr().err
+    names = sorted(path.name for path in folder.iterdir())
+    pid = os.getpid()
+    assert names == sorted(
+        f"{pid}{run}-{i + 1:06d}-key_value_cache"
+        for run, count in (("", 1), (".1", 2), (".2", 3))
+        for i in range(count)
+    )
+
+
 def test_calls_of_a_plan_are_dumped_whole(log, capfd):
     folder, rng = log(10), np.random.default_rng(0)
     new = rng.standard_normal((4, 2, 8), np.float32)

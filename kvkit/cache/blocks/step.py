@@ -126,7 +126,8 @@ class Step:
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        self.commit() if kind is None else self.abandon()
+        if self.is_open:  # else it was committed or abandoned in the block
+            self.commit() if kind is None else self.abandon()
 
 
 def tensors(sequences: list[Any], counts: list[int], page_size: int) -> dict[str, Any]:

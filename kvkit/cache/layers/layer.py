@@ -31,6 +31,9 @@ from kvkit.errors import DroppedTokensError, argument_error
 from kvkit.runtime.locks import LayerLock
 from kvkit.typed import Array, Attended, States
 
+SIDES = "keys", "values"
+PREVIOUS = "previous."  # begins the names of arrays in a file with tokens that have left the window
+
 
 def window_slack(window: int) -> int:
     """Return how many spare rows a window slides through before it is copied to a new store."""
@@ -458,7 +461,20 @@ class Layer(BaseLayer):
 
     def arrays(self) -> dict[str, Array]:
         """Return the layer's arrays by their names in a saved file."""
-        return {} if self.store is None else {"keys": self.keys, "values": self.values}
+        if self.store is None:
+            return {}
+        arrays = dict(zip(SIDES, self.stored(), strict=True))
+        if before := self.span.oldest - self._saved_from():  # what only the last query attends to
+            rows = self.store.rows(*self.span.rows_from(self._saved_from()))
+            arrays |= {
+                f"{PREVIOUS}{name}": side[:, :, :before] for name, side in zip(SIDES, rows, strict=True)
+            }
+        return arrays
+
+    def _saved_from(self) -> int:
+        """Return the first position that a file gets: those that the last query attends to, if stored."""
+        oldest, first, window = self.span.oldest, self.span.first, self.window
+        return oldest if window is None else min(oldest, max(first, self.span.length - window))
 
     def load(self, arrays: dict[str, Array], length: int) -> None:
         """Fill an empty layer with what `arrays` and `moves` returned. `length` is the next position."""
@@ -471,7 +487,9 @@ class Layer(BaseLayer):
 
     def fill(self, arrays: Mapping[str, Array], length: int) -> None:
         """Fill an empty layer with `length` tokens from a file; raise KvkitError if the arrays do not fit."""
-        keys, values = arrays["keys"], arrays["values"]
+        keys, values = (arrays[name] for name in SIDES)
+        if f"{PREVIOUS}keys" in arrays:
+            keys, values = (np.concatenate((arrays[PREVIOUS + name], arrays[name]), 2) for name in SIDES)
         self.check_room(0, length)
         stored = keys.shape[2]
         oldest = length - stored
@@ -479,7 +497,8 @@ class Layer(BaseLayer):
             raise argument_error(self.name, f"all tokens of {length} that the next one attends to", stored)
         store = self._new_store(self._geometry_of(keys, values), self._capacity(stored))
         store.write(0, keys, values)
-        self._set_store(store, Span(length, oldest, begin=oldest, origin=oldest, before=length))
+        first, oldest = oldest, length - arrays["keys"].shape[2]
+        self._set_store(store, Span(length, oldest, begin=first, origin=first, before=length))
 
     @property
     def was_moved(self) -> bool:
@@ -488,11 +507,15 @@ class Layer(BaseLayer):
 
     def moves(self) -> dict[str, Array]:
         """Return positions and rope shifts by their names in a saved file; {} if no row was moved."""
-        return {"positions": self.positions, "rope_shifts": self.rope_shifts} if self.was_moved else {}
+        if not self.was_moved:
+            return {}
+        first = self._saved_from()
+        shifts = pieces_array(self.pieces(first))
+        return {"positions": self._positions_from(first).positions.copy(), "rope_shifts": shifts}
 
     def set_positions(self, positions: ArrayLike, rope_shifts: ArrayLike, length: int) -> None:
         """Set the positions of stored rows from a file; raise KvkitError if they are illegal."""
-        first, end = self.span.oldest, self.span.length
+        first, end = self.span.first, self.span.length
         after = RowPositions.restored(positions, rope_shifts, length, end - first)
         if after.shifts.any():
             check_rotation(self.rope)

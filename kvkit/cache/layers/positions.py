@@ -213,20 +213,31 @@ def remove(
 
 
 def retain(
-    now: RowPositions, rope: Rotation, positions: ArrayLike, *, renumber: bool = False
+    now: RowPositions,
+    rope: Rotation,
+    positions: ArrayLike,
+    *,
+    renumber: bool = False,
+    rows: Array | None = None,
 ) -> Rearrangement:
     """Plan to keep only the tokens with these positions; the next token's position does not change.
 
     Positions that a window has dropped are ignored. With `renumber` the tokens and the next token get the
-    positions 0, 1, 2, ...
+    positions 0, 1, 2, ... Of tokens that share a position, `rows` says which ones stay.
     """
+    if rows is not None:
+        return keep_rows(now, rope, np.isin(np.arange(len(now.positions)), rows), renumber)
     wanted = index_tensors.index("positions", positions, 1)
     if (np.diff(wanted) <= 0).any():
         raise argument_error("positions", "ascending positions, each once", describe(positions))
     missing = np.setdiff1d(wanted[wanted >= now.base], now.positions)
     if len(missing):
         raise argument_error("positions", "positions that are stored", int(missing[0]))
-    kept = np.isin(now.positions, wanted)
+    return keep_rows(now, rope, np.isin(now.positions, wanted), renumber)
+
+
+def keep_rows(now: RowPositions, rope: Rotation, kept: Array, renumber: bool) -> Rearrangement:
+    """Plan to keep some rows; with `renumber` they and the next token get the positions 0, 1, 2, ..."""
     after = RowPositions(now.positions[kept], now.shifts[kept], now.length)
     if not renumber:
         return Rearrangement(kept, after, rope)

@@ -139,8 +139,9 @@ class StateLayer(Layer):
         """Write checked arrays of the state, and count its tokens."""
         store, before = self.store, self.span.length
         version = store.current
-        # The present version is overwritten, but no checkpoint.
-        if version == NONE or (new and version in store.checkpoints.values()):
+        # The present version is overwritten, but no checkpoint of another length.
+        kept = {own for position, own in store.checkpoints.items() if position != before + new}
+        if version == NONE or version in kept:
             version = store.free()
             if version == NONE:
                 self._change_store(store.geometry)
@@ -266,7 +267,7 @@ class StateLayer(Layer):
             current = current if left == now else checkpoints.get(left, NONE)
             checkpoints = up_to(left, checkpoints)
         elif plan.after.length != now:
-            if store is None:
+            if store is None and not now:
                 raise argument_error(self.name, "a state", f"{call} of none")
             earlier, delta = up_to(begin, checkpoints), plan.after.length - now
             # Later checkpoints move by `delta`. `divide` drops them: it could give two of them one position.
@@ -277,7 +278,10 @@ class StateLayer(Layer):
     def rearrange(self, plan: Any) -> None:
         """Carry out a plan, see `Layer.rearrange`."""
         length = plan.after.length
-        if self.store is None or (length == self.span.length and plan.current == self.store.current):
+        if self.store is None:
+            self.span = state_span(length)
+            return
+        if length == self.span.length and plan.current == self.store.current:
             return
         self._commit_version(state_span(length), plan.current, plan.checkpoints)
 
@@ -297,6 +301,9 @@ class StateLayer(Layer):
         return {"checkpoints": np.array(self.checkpoints, np.int64)} | states
 
     def fill(self, arrays: Mapping[str, Array], length: int) -> None:
+        if not arrays:  # all tokens were removed, and the position of the next one was moved
+            self.span = state_span(length)
+            return
         positions = [int(position) for position in arrays["checkpoints"]]
         states = {name.removeprefix("states."): x for name, x in arrays.items() if name != "checkpoints"}
         ascend = sorted(set(positions)) == positions

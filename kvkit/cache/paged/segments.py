@@ -91,6 +91,7 @@ class SegmentedStep:
         # One result for each segment of a sequence, of weight 0 (lse -inf) where a query sees none of it.
         outputs = np.zeros((max(self.most_segments, 1), tokens, heads, dim), np.float32)
         lses = np.full(outputs.shape[:3], -np.inf, np.float32)
+        lses[0] = self._sinks_alone(weights.sinks, heads)
         if not self.pairs:
             return outputs[0], lses[0]
         rotated = self._rotated(query.astype(np.float32)[self.queries], layer_idx)
@@ -125,6 +126,14 @@ class SegmentedStep:
             if isinstance(rope, Rope):
                 query[begin:end] = rope.shift(query[begin:end], -shift)
         return query
+
+    def _sinks_alone(self, sinks: Array | None, heads: int) -> Array:
+        """Return the lse of queries whose sequence has no token, [tokens, Hq]: sinks; -inf for the others."""
+        alone = np.full((self.starts[-1], heads), -np.inf, np.float32)
+        for i, length in enumerate(self.lengths if sinks is not None else ()):
+            if not length and sinks is not None:
+                alone[self.starts[i] : self.starts[i + 1]] = sinks[i] if sinks.ndim == 2 else sinks
+        return alone
 
     def _sinks(self, sinks: Array | None) -> dict[str, Any]:
         """Return sinks that count in one segment of each query: the causal one, or else the first."""
@@ -222,7 +231,8 @@ def check_window(
         begin = max(first_query - max(left, 0), 0)  # the first token that a window reaches
         if window == (-1, -1) or begin >= seq.length:  # tokens of an open step have no holes
             continue
-        positions = np.append(seq.positions[begin:], seq.next_position)
-        if (np.diff(positions) != 1).any():
+        positions = np.append(seq.positions, seq.next_position)
+        shares = begin > 0 and positions[begin - 1] == positions[begin]  # a token outside by its row alone
+        if shares or (np.diff(positions[begin:]) != 1).any():
             wanted = "one without holes, because a window counts positions"
             raise argument_error("window", wanted, f"{window} over removed tokens")

@@ -26,7 +26,7 @@ class PagedStep:
 
     Tokens are packed in the order of the sequences. Each layer is written once, then attended to. When
     all are written, `commit` ends the step. A ``with`` statement commits, or abandons the step on an
-    exception.
+    exception, unless the block has ended it.
 
     Attributes
     ----------
@@ -240,7 +240,7 @@ class PagedStep:
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         try:
-            if kind is None:
+            if kind is None and self.index.is_open:
                 self.commit()
         finally:
             if self.index.is_open:
