@@ -167,6 +167,56 @@ def headlines(report):
     yield from markdown(("", "time", "speed", "share of its limit", "the fastest other takes"), rows)
 
 
+def cases(report):
+    """Return GB/s and shares of a read, a row for each format, a column for each number of key heads."""
+    results = {result["case"]: result for result in report["results"]}
+    heads = 32, 8, 4
+    rows = []
+    for kind in dict.fromkeys(case.removeprefix("decode ").rsplit(", ", 2)[0] for case in results):
+        row = [kind]
+        for place, count in itertools.product(("layout 3", "pages of 16"), heads):
+            result = results.get(f"decode {kind}, {count} kv heads, {place}")
+            row.append(f"{speed(result, 'bytes')} ({times(result, 'read')})" if result else "")
+        rows.append(row)
+    yield from about(report)
+    yield "GB/s of decoding, and its share of a plain read, with 32 query heads over so many key heads:\n\n"
+    columns = (f"{count}{', pages of 16' if paged else ''}" for paged in (0, 1) for count in heads)
+    yield from markdown(("format", *columns), rows)
+
+
+def rivals(report):
+    """Return how fast kvkit is beside each peer over all cases of decoding."""
+    rows = []
+    for peer in PEERS:
+        ratios = sorted(
+            speed_ratio(result, peer) for result in report["results"] if result["beside"].get(peer)
+        )
+        if ratios:
+            ahead = sum(ratio >= 1 for ratio in ratios)
+            texts = (f"{ratio:.1f}x" for ratio in (ratios[0], ratios[len(ratios) // 2], ratios[-1]))
+            rows.append((peer, f"{ahead} of {len(ratios)}", *texts))
+    yield from markdown(("", "kvkit is as fast or faster in", "worst", "median", "best"), rows)
+
+
+def losses(report):
+    """Return the cases of decoding in which a peer is ahead, and how many miss the share of a read."""
+    rows = [
+        (
+            result["case"].removeprefix("decode "), f"{result['seconds'] * 1e3:.2f}",
+            f"{peer} {result['forms'][peer].split(',')[0]}", times(result, peer),
+        )
+        for result in report["results"]
+        for peer in PEERS
+        if result["beside"].get(peer) and speed_ratio(result, peer) < 1
+    ]  # fmt: skip
+    yield from markdown(("a peer is ahead in", "ms", "peer", "its time"), rows)
+    results = [result for result in report["results"] if "read" in result.get("goals", {})]
+    missed = [result for result in results if speed_ratio(result, "read") < result["goals"]["read"]]
+    bound = sum(bound_share(result)[0] >= result["goals"]["read"] for result in missed)
+    yield f"\nOf {len(results)} cases of decoding {len(missed)} miss their share of a read; "
+    yield f"{bound} of these are as near to their bound by products.\n"
+
+
 def best(result):
     """Return the time of the fastest peer of a case beside kvkit's, its name and its form."""
     measured = [name for name in PEERS if result["beside"].get(name)]
@@ -176,15 +226,20 @@ def best(result):
     return f"{speed_ratio(result, fastest):.1f}x, {fastest} {result['forms'][fastest]}"
 
 
+TABLES = HERE.parent / "docs" / "benchmark_tables.md"
 PAGES = [  # (page, name in its comments, suite of the figures, function that makes the table)
-    (HERE / "README.md", "figures", "cpu", cache),
-    (HERE / "README.md", "attention figures", "attention", attention),
-    (HERE / "README.md", "decoding figures", "decoding", decoding),
-    (HERE / "README.md", "caches figures", "caches", paired),
-    (HERE / "README.md", "growth figures", "growth", paired),
-    (HERE / "README.md", "shapes figures", "shapes", paired),
-    (HERE / "README.md", "small figures", "small", small),
-    (HERE / "README.md", "first figures", "first", first),
+    (HERE / "README.md", "cases", "decoding", cases),
+    (HERE / "README.md", "rivals", "decoding", rivals),
+    (HERE / "README.md", "losses", "decoding", losses),
+    (TABLES, "decoding figures", "decoding", decoding),
+    (TABLES, "attention figures", "attention", attention),
+    (TABLES, "figures", "cpu", cache),
+    (TABLES, "caches figures", "caches", paired),
+    (TABLES, "latent figures", "latent", paired),
+    (TABLES, "growth figures", "growth", paired),
+    (TABLES, "shapes figures", "shapes", paired),
+    (TABLES, "small figures", "small", small),
+    (TABLES, "first figures", "first", first),
     (HERE.parent / "README.md", "speeds", "decoding", headlines),
 ]
 

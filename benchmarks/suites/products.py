@@ -28,7 +28,7 @@ def instructions(kind: str, rows: int, elements: int) -> dict[str, int]:
     """
     products = rows * elements
     if kind in integer_engine.STORED and machine.has_integers():
-        return {"bytes": 2 * products // 64, "words": products // 32}  # queries have two bytes
+        return {"bytes": integers.PARTS * products // 64, "words": products // 32}
     if kind == "bfloat16" and machine.has_pairs() and quarters.fits(rows, kind, True):
         return {"pairs": products // 32, "floats": products // LANES}
     return {"floats": 2 * products // LANES}

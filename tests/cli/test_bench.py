@@ -256,7 +256,7 @@ def test_multiplications_alone_are_as_many_as_said():
     assert (ones[1] == 10).all()
     assert products.instructions("float16", 4, 128) == {"floats": 64}
     if machine.has_integers():
-        assert products.instructions("int8", 4, 128) == {"bytes": 16, "words": 16}
+        assert products.instructions("int8", 4, 128) == {"bytes": 24, "words": 16}
 
 
 def test_text_that_no_case_has():
