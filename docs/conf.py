@@ -37,7 +37,16 @@ myst_html_meta = {
 html_show_sourcelink = False
 html_context = {"default_mode": "auto"}
 html_show_search_summary = False  # which a browser may not read from a disk
-ALONE = "concepts", "gallery", "good_to_know", "benchmarks", "benchmark_tables", "comparison", "design", "changelog"
+ALONE = (
+    "concepts",
+    "gallery",
+    "good_to_know",
+    "benchmarks",
+    "benchmark_tables",
+    "comparison",
+    "design",
+    "changelog",
+)
 html_sidebars = {page: [] for page in ALONE}  # which have no pages below them
 html_theme_options = {
     "logo": {
