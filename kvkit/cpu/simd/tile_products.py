@@ -118,21 +118,22 @@ def scores(in_memory, halves):
     """Return the micro-kernel of S = K Q^T."""
 
     @micro_kernel
-    def scores(b, queries, groups, key_term, count, dim, target):
+    def scores(b, queries, groups, key_term, count, dim, target, ahead, each):
         """Compute S [token, WIDE] of `count` tokens, rounded up to 32; 32 divides `dim`.
 
         `groups` lists (address, stride) of every 16 rows of keys, two entries for each 32 tokens. Term 1 of
-        keys lies `key_term` bytes after term 0.
+        keys lies `key_term` bytes after term 0. Between products, `each` of the rows at the addresses `ahead`
+        are prefetched for every 32 tokens, a line of each at a time.
         """
         tiles = Tiles(b, in_memory=in_memory)
         with loop(b, count, STEP) as t:
-            add_scores(b, tiles, queries, groups, key_term, t, dim, halves)
+            add_scores(b, tiles, queries, groups, key_term, t, dim, halves, (ahead, each))
             store_scores(b, tiles, target, t)
 
     return scores
 
 
-def add_scores(b, tiles, queries, groups, key_term, t, dim, halves, between=None):
+def add_scores(b, tiles, queries, groups, key_term, t, dim, halves, prefetches, between=None):
     """Compute scores of 32 tokens from t on in tiles 0 to 3.
 
     `between`(i, number of a product) emits what stands between the products of elements i of the first terms.
@@ -140,6 +141,8 @@ def add_scores(b, tiles, queries, groups, key_term, t, dim, halves, between=None
     for tile in range(4):
         tiles.zero(tile)
     keys = keys_at(b, groups, t)
+    ahead, each = prefetches
+    first_row = b.mul(b.sdiv(t, I64(STEP)), each)
     for key, query in SCORES if halves else SCORES[:1]:
         of_query = b.add(queries, b.mul(dim, I64(query * PAIRED // 2)))
         with loop(b, dim, STEP) as i:
@@ -147,6 +150,10 @@ def add_scores(b, tiles, queries, groups, key_term, t, dim, halves, between=None
             rows = [(b.add(at, offset), row) for at, row in keys]
             weave = functools.partial(between, i) if between and not key + query else None
             four_products(b, tiles, rows, (b.add(of_query, b.mul(i, I64(PAIRED // 2))), PAIRED), weave)
+            if not key + query:
+                with loop(b, each) as k:
+                    row = lanes.row_id_at(b, ahead, b.add(first_row, k))
+                    lanes.prefetch(b, b.add(row, b.mul(i, I64(2))))
 
 
 def keys_at(b, groups, t):
@@ -350,7 +357,9 @@ def weights_and_scores(in_memory, halves):
     """
 
     @micro_kernel
-    def weights_and_scores(b, scores, count, m_at, l_at, scale, queries, groups, key_term, dim, target):
+    def weights_and_scores(
+        b, scores, count, m_at, l_at, scale, queries, groups, key_term, dim, target, ahead, each
+    ):  # fmt: skip
         p, tiles = TileWeights(b, scores, m_at, l_at, scale, halves), Tiles(b, in_memory=in_memory)
         with loop(b, count, STEP) as t:
 
@@ -359,7 +368,7 @@ def weights_and_scores(in_memory, halves):
                 with b.if_then(b.icmp_signed("<", first, I64(STEP))):
                     p.two_tokens(b.add(t, b.add(first, I64(2 * number))))
 
-            add_scores(b, tiles, queries, groups, key_term, t, dim, halves, weigh)
+            add_scores(b, tiles, queries, groups, key_term, t, dim, halves, (ahead, each), weigh)
             begin = b.lshr(dim, I64(2))
             with loop(b, b.sub(I64(STEP), begin), 2) as k:
                 p.two_tokens(b.add(t, b.add(begin, k)))

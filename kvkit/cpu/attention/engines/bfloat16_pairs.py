@@ -11,7 +11,7 @@ import functools
 from numba import types
 
 from kvkit.cpu import memory
-from kvkit.cpu.attention.engines.load import load_rows, row_at, rows_of_head
+from kvkit.cpu.attention.engines.load import find_next_rows, load_rows, rows_of_head
 from kvkit.cpu.attention.params import block_at, params_at, rows_computed, step_code, tile_at, whole_tiles
 from kvkit.cpu.simd import attention, pairs
 from kvkit.runtime.jit import helper
@@ -58,16 +58,6 @@ def multiply_keys(params_address, block_address, tile_address):
         count=whole_tiles(tile.count), dim=params.keys.padded_dim, target=tile.scores, scale=tile.factor,
         rows=rows_computed(params, block, tile),
     )  # fmt: skip
-
-
-@helper
-def find_next_rows(params, block, head):
-    """Write the addresses of the next block's rows, which are prefetched because latent rows are long."""
-    rows, _ = rows_of_head(params.keys, block, head)
-    for i in range(block.size):
-        position = min(block.begin + block.size + i, block.end - 1)
-        row = row_at(params, block, params.keys, position) * params.keys.row
-        put(block.value_addresses + 8 * i, rows + row)
 
 
 def add_values(params_address, block_address, tile_address):

@@ -9,6 +9,7 @@ from kvkit.formulas.index import page_of, row_of
 from kvkit.runtime.jit import helper
 
 get, get_int32 = memory.load(types.int64), memory.load(types.int32)
+put = memory.store(types.int64)
 
 
 @helper
@@ -50,6 +51,16 @@ def row_at(params, block, side, position):
     place = side.table + block.table_row + params.table_entry * page_of(position, params.page_size)
     page = np.int64(get_int32(place)) if params.table_entry == 4 else get(place)
     return page + row_of(0, position, params.page_size) * side.step
+
+
+@helper
+def find_next_rows(params, block, head):
+    """Write the addresses of the next block's rows, which are prefetched because latent rows are long."""
+    rows, _ = rows_of_head(params.keys, block, head)
+    for i in range(block.size):
+        position = min(block.begin + block.size + i, block.end - 1)
+        row = row_at(params, block, params.keys, position) * params.keys.row
+        put(block.value_addresses + 8 * i, rows + row)
 
 
 @helper

@@ -17,6 +17,7 @@ from numba import types
 
 from kvkit.cpu import memory
 from kvkit.cpu.attention.engines.load import (
+    find_next_rows,
     load_range,
     load_rows,
     query_at,
@@ -102,6 +103,8 @@ def load(keys_as_is, values_as_is):
                       target=rows, target_row=2 * dim, element=2)  # fmt: skip
             attention.write_sequence(rows, 2 * dim, block.count, addresses)
         transpose(addresses, block.count, dim, block.wide_values)
+        if block.values_in_keys:  # latent rows are long
+            find_next_rows(params, block, tile.head)
 
     return step_code(load, ("load", keys_as_is, values_as_is))
 
@@ -124,6 +127,8 @@ def load_halves():
             rows, _ = rows_of_head(values, block, tile.head)
             attention.addresses(rows, values.row, block.value_row_ids, block.count, addresses)
         transpose(addresses, block.count, values.padded_dim, block.wide_values)
+        if block.values_in_keys:
+            find_next_rows(params, block, tile.head)
 
     return step_code(load_halves, ("load halves",))
 
@@ -168,6 +173,18 @@ def load_keys(params, block, tile, as_is):
 
 
 @helper
+def rows_of_step(block):
+    """Return how many rows of the next block a tile prefetches for every step of tokens: its share."""
+    return block.size // (tile_products.STEP * block.tiles) if block.values_in_keys else 0
+
+
+@helper
+def rows_ahead(block, tile):
+    """Return the address of the first of a tile's rows to prefetch."""
+    return block.value_addresses + 8 * tile.index * (block.size // block.tiles)
+
+
+@helper
 def scaled_in_softmax(params, tile):
     """Return whether the softmax multiplies scores with the scale; else `scores` does, before biases."""
     return not params.add_biases and get_float(tile.factor) > np.float32(0)
@@ -184,7 +201,7 @@ def scores(in_memory, halves):
             multiply(
                 queries=tile.engine_queries, groups=block.key_addresses,
                 key_term=term_bytes(block, params.keys), count=tile.count, dim=params.keys.padded_dim,
-                target=tile.scores,
+                target=tile.scores, ahead=rows_ahead(block, tile), each=rows_of_step(block),
             )  # fmt: skip
         if not scaled_in_softmax(params, tile):
             attention.scale_by(tile.scores, tile.scores, tile.count * WIDE, tile.factor)
@@ -214,6 +231,7 @@ def sums(in_memory, halves):
                 scores=tile.scores, count=tile.count, m_at=tile.m, l_at=tile.l, scale=scale,
                 queries=after.engine_queries, groups=block.key_addresses,
                 key_term=term_bytes(block, params.keys), dim=params.keys.padded_dim, target=after.scores,
+                ahead=rows_ahead(block, after), each=rows_of_step(block),
             )  # fmt: skip
             block.scored = after.index
         else:
