@@ -44,8 +44,8 @@ LEVELS3, LEVELS4 = (
     Element(f"levels{bits}", BYTE, bits, limits=(-positive[-1], positive[-1]),
             numbers=(*(-level for level in reversed(positive)), *positive))
     for bits, positive in (
-        (3, (0.2451, 0.7560, 1.3439, 2.1519)),
-        (4, (0.1284, 0.3880, 0.6568, 0.9424, 1.2562, 1.6180, 2.0690, 2.7326)),
+        (3, (0.24498359, 0.75564550, 1.34318001, 2.15034955)),
+        (4, (0.12842766, 0.38813779, 0.65687992, 0.94244824, 1.25625757, 1.61788176, 2.06844712, 2.73092222)),
     )
 )  # fmt: skip
 E8M0 = Element("e8m0", BYTE, 8, limits=(0, 254), numbers=(*(2.0 ** (e - 127) for e in range(255)), np.nan))
@@ -55,7 +55,7 @@ PER = "tensor", "head", "token", "group", "channel"
 EXPONENTS = "floor", "ceil"
 POWER_OF_2 = "p2"
 CELLS = "float32", "float16", "bfloat16"
-ROUNDINGS = {"trunc": "trunc", "rint": "even"}  # {word: `Format.rounding`}
+ROUNDINGS = {"away": "away", "trunc": "trunc", "rint": "even"}  # {word: `Format.rounding`}
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,11 @@ class Format:
         """Return whether a tensor-wide scale that the caller leaves out is computed from all data."""
         return self.rule == "nvfp4" and not self.whole
 
+    @property
+    def zero_in_scale(self) -> bool:
+        """Return whether the lowest 4 bits of a stored scale are the zero point, and no part of the scale."""
+        return self.rule == "vllm_int4"
+
     def scale_type(self, dtype: np.dtype[Any] = FLOAT32.dtype) -> Element:
         """Return the element of scales for data of a dtype."""
         return self.cell or BY_DTYPE[dtype]
@@ -183,8 +188,10 @@ ALL = (
             f"{code}_token_head", code, "vllm_token", per="token", group=0, rounding=ROUNDINGS[words[0]],
             order=("codes", "scale"), options=words, source="vLLM",
         )
-        for code, words in ((INT8, ("trunc", "rint")), (E4M3, ("rint",)))
+        for code, words in ((INT8, ("away", "trunc", "rint")), (E4M3, ("rint",)))
     ),
+    Format("int4_token_head", UINT4, "vllm_int4", offset="zero", per="token", group=0, rounding="away",
+           order=("codes", "scale"), source="vLLM, of rows that its rotation has turned"),
     # TurboQuant: keys are indices of levels with a length, values are codes with a scale and a minimum.
     *(
         Format(f"turbo_k{code.bits}{end}", code, "turbo_key", FLOAT16, per="token", group=0, rounding="upper",
@@ -256,8 +263,8 @@ def named(format: str | Format, **options: Any) -> Format:
     format : str or Format
         A name of `NAMED`, then options among its `options`, each after a colon: `g` and the group size;
         "tensor", "head", "token", "group" or "channel", the granularity of scales; "floor", "ceil" or "p2",
-        the rule of exponents; "trunc" or "rint", the rounding of codes; "float32", "float16" or "bfloat16",
-        the type of scales.
+        the rule of exponents; "away", "trunc" or "rint", the rounding of codes; "float32", "float16" or
+        "bfloat16", the type of scales.
     **options
         The same options by keyword: the fields cell, exponent, group, per, rounding of `Format`.
 

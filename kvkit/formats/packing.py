@@ -9,6 +9,7 @@ from kvkit.errors import argument_error
 from kvkit.formats.elements import BFLOAT16, Element
 from kvkit.formats.known import Format
 from kvkit.formats.rotations import OUTPUT, rotate
+from kvkit.formats.scales import zero_in_scale
 from kvkit.typed import Array
 
 
@@ -193,6 +194,8 @@ def decode_blocks(format: Format, rows: Array) -> Array:
         spread[name] = np.repeat(numbers, codes.shape[-1] // max(1, numbers.shape[-1]), -1)
     with np.errstate(over="ignore", invalid="ignore"):
         levels = divide_by_unit(format, format.code.table[codes])
+        if format.zero_in_scale:
+            spread["scale"], spread["minimum"] = zero_in_scale(spread["scale"])
         values = dequantize(format, levels, spread["scale"], spread.get("minimum"))
     values = values.reshape(*rows.shape[:-1], count_elements(format, rows.shape[-1]))
     if format.hadamard:

@@ -150,6 +150,22 @@ def vllm_token(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) ->
     return x * (np.float32(1) / scale), scale, None
 
 
+def vllm_int4(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
+    """Scale as vLLM's 4 bits per token and head, whose zero point is in the lowest 4 bits of the scale."""
+    (low, high), top_code = extremes(x), largest_code(format)
+    scale = np.maximum((high - low) / top_code, np.float32(1e-6))
+    zero = np.clip(half_away(-low / scale), 0, top_code)
+    ratio = x * (np.float32(1) / scale) + zero
+    stored = (scale.view(np.uint32) & np.uint32(0xFFFFFFF0) | zero.astype(np.uint32)).view(np.float32)
+    return ratio, stored, zero
+
+
+def zero_in_scale(stored: Array) -> tuple[Array, Array]:
+    """Return (scales without their lowest 4 bits, zero points that these bits are) of `vllm_int4`."""
+    bits = np.ascontiguousarray(stored, np.float32).view(np.uint32)
+    return (bits & np.uint32(0xFFFFFFF0)).view(np.float32), (bits & np.uint32(15)).astype(np.float32)
+
+
 def deepseek(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
     """Scale as DeepSeek: at least the smallest normal float32; powers of two are at least 2**-13."""
     scale = magnitude(x) / largest_code(format)
@@ -228,7 +244,7 @@ RULES = {
     rule.__name__: rule
     for rule in (
         pmx, kvkit_minimum, ggml_largest, ggml_signed, ggml_minimum, ggml_searched, mx_power, nvfp4,
-        vllm_token, deepseek, lmdeploy, openvino, mlx_affine, kivi, turbo_key, turbo_value,
+        vllm_token, vllm_int4, deepseek, lmdeploy, openvino, mlx_affine, kivi, turbo_key, turbo_value,
     )
 }  # fmt: skip
 
@@ -273,6 +289,14 @@ def round_to_floats(x: Array, element: Element) -> Array:
     return even
 
 
+def half_away(ratio: Array) -> Array:
+    """Round to integers, ties away from zero."""
+    size = np.abs(ratio)
+    whole = np.floor(size)
+    rounded: Array = np.copysign(whole + (size - whole >= np.float32(0.5)), ratio)
+    return rounded
+
+
 def round_codes(ratio: Array, format: Format) -> Array:
     """Round quotients by `Format.rounding` to codes; return their bits in uint8."""
     code, rounding = format.code, format.rounding
@@ -287,9 +311,7 @@ def round_codes(ratio: Array, format: Format) -> Array:
     if rounding == "up":
         rounded = np.trunc(ratio + np.float32(0.5 - least)) + np.float32(least)
     elif rounding == "away":
-        size = np.abs(ratio)
-        rounded = np.floor(size)
-        rounded = np.copysign(rounded + (size - rounded >= np.float32(0.5)), ratio)
+        rounded = half_away(ratio)
     else:
         rounded = np.trunc(ratio) if rounding == "trunc" else np.rint(ratio)
     return ((rounded.clip(low, high) - least).astype(np.int32) & ((1 << code.bits) - 1)).astype(np.uint8)

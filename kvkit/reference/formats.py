@@ -159,11 +159,19 @@ def token_head(x: Numbers, code: str, rounding: str) -> list[int]:
     scale = max(max(abs(v) for v in x) / F32(127 if code == "int8" else 448), F32(1e-6))
     numbers = [v * (F32(1) / scale) for v in x]
     if code == "int8":
-        to_integer: Any = {"trunc": int, "even": round}[rounding]
+        to_integer: Any = {"away": round_half_away, "trunc": int, "even": round}[rounding]
         codes = [clamp(to_integer(v), -128, 127) % 256 for v in numbers]
     else:
         codes = [float_code(v, TABLES["e4m3"]) for v in numbers]
     return codes + bits32(scale)
+
+
+def int4_token_head(x: Numbers) -> list[int]:
+    """Return vLLM's row of a rotated token and head: codes, then the scale with the zero in its last bits."""
+    scale = max((max(x) - min(x)) / F32(15), F32(1e-6))
+    zero = clamp(round_half_away(-min(x) / scale), 0, 15)
+    codes = [clamp(round_half_away(v * (F32(1) / scale) + F32(zero)), 0, 15) for v in x]
+    return [*pack_low_first(codes, 4), bits32(scale)[0] & 0xF0 | zero, *bits32(scale)[1:]]
 
 
 def lmdeploy(x: Numbers, bits: int) -> Any:
@@ -208,8 +216,8 @@ def kivi(x: Numbers, bits: int) -> tuple[list[int], Any, Any]:
 
 
 LEVELS = {  # {bits: the levels above 0, for normal numbers}
-    3: (0.2451, 0.7560, 1.3439, 2.1519),
-    4: (0.1284, 0.3880, 0.6568, 0.9424, 1.2562, 1.6180, 2.0690, 2.7326),
+    3: (0.24498359, 0.75564550, 1.34318001, 2.15034955),
+    4: (0.12842766, 0.38813779, 0.65687992, 0.94244824, 1.25625757, 1.61788176, 2.06844712, 2.73092222),
 }
 
 

@@ -63,6 +63,13 @@ def error_bound(fmt, x, dtype, arrays):
         off = np.maximum(turned - top, np.diff(np.sort(fmt.code.table)).max() / 2 + 1e-5)
         off = np.sqrt((off**2).mean(-1, keepdims=True)) * (2 if fmt.unit == "length" else 1)
         return size * (off + 2.0**-9) + top * least
+    if fmt.zero_in_scale:  # zeros are codes 0 to 15, so that rows of one sign are cut; the scale loses 4 bits
+        parts = split_groups(numbers, fmt.per, x.shape[-1])
+        low, high = parts.min(-1, keepdims=True), parts.max(-1, keepdims=True)
+        scale = np.maximum((high - low) / 15, 1e-6)
+        zero = np.clip(np.floor(-low / scale + 0.5), 0, 15)
+        cut = np.maximum(np.maximum(parts - (15 - zero) * scale, -zero * scale - parts), 0)
+        return cut + scale * (0.51 + 30 * 2.0**-19)
     if fmt.needs_scale:
         return float(arrays["scale"]) * 0.5001
     if fmt.rule == "given" and not fmt.per:
