@@ -53,6 +53,7 @@ SWITCHES: dict[str, tuple[str, object]] = {  # an entry of the config, and its v
 UNREAD = set(
     """
     cohere2_moe nanochat molmo2_text dots3_note dots3_note_text qwen4_exp_text hy_v4 axk2 mistral_large4_text
+    dory
     """.split()  # noqa: SIM905
 )
 THETA_UNSAID = {"falcon", "llama"}  # older configs of these have no entry about rotation

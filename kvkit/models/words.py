@@ -30,6 +30,7 @@ LAYER_WORDS = frozenset(
     short_conv_kernel_size mamba_n_heads mamba_num_heads n_mamba_heads mamba_d_head mamba_head_dim
     mamba_headdim mamba_d_state ssm_state_size mamba_n_groups mamba_ngroups mamba_d_conv mamba_d_ssm
     mamba_expand conv_L_cache lru_width conv1d_width state_size conv_kernel attn_config
+    n_recurrent_loops recurrent_kv_cache_mode
     """.split()  # noqa: SIM905
 )
 # Entries about positions, which are needed only where rotations are read.
