@@ -7,6 +7,7 @@ from numpy.typing import ArrayLike
 from kvkit.calls.indexer import choose_rows, score_positions
 from kvkit.checks.arguments import ChoiceArguments, IndexerArguments
 from kvkit.checks.indexer import checked_choice, checked_scores
+from kvkit.checks.values import without_float8
 from kvkit.interop import returns_input_kind
 from kvkit.typed import Array
 
@@ -33,7 +34,7 @@ def indexer_scores(
     Parameters
     ----------
     query : ndarray, shape [tokens, H, D]
-        float32, float16 or bfloat16, rotated; the tokens of all sequences, one after the other.
+        float32, float16, bfloat16 or float8, rotated; the tokens of all sequences, one after the other.
     keys : ndarray, shape [blocks, page_size, D]
         A pool of index keys, floats or ml_dtypes' float8_e4m3fn, with any strides.
     weights : ndarray, shape [tokens, H]
@@ -73,6 +74,7 @@ def indexer_scores(
     >>> kvkit.indexer_scores(query, keys, weights, [[0]], [4]).round(4)
     array([[0.25, 1.5 , 3.  , 0.75]], dtype=float32)
     """
+    query = without_float8(query)
     call = IndexerArguments(
         query, keys, weights, block_tables, context_lens, query_starts, key_scale=key_scale, scale=scale
     )

@@ -27,6 +27,7 @@ from kvkit.checks.latent import (
     checked_latent_attention,
 )
 from kvkit.checks.paged import checked_paged_attention
+from kvkit.checks.values import without_float8
 from kvkit.formats import FLOAT32
 from kvkit.interop import returns_input_kind
 from kvkit.merge import merge_checked
@@ -93,13 +94,13 @@ def mla_attention(
     Parameters
     ----------
     query : ndarray, shape [tokens, H, D], or a pair of shapes [tokens, H, L] and [tokens, H, R]
-        float32, float16 or bfloat16: ``mla_absorb(q_nope, w_uk)``, then the rotated part. D = L + R is 576 in
-        DeepSeek's models.
+        float32, float16, bfloat16 or float8, which is widened to bfloat16: ``mla_absorb(q_nope, w_uk)``, then
+        the rotated part. D = L + R is 576 in DeepSeek's models.
     latent : ndarray, shape [blocks, page_size, D]
         Floats, with any strides; or [blocks, page_size, h, D], where H / h heads of queries share each of h
         heads. With `rope_cache`, rows of L elements. With a format, bytes: rows of 656 of ``"ds_mla"``,
         [blocks, page_size, 656], or blocks of ``"ds_v4"``, [blocks, bytes], 584 a token and perhaps padding
-        at the end of a block.
+        at the end of a block; also as FlashMLA's [blocks, page_size, 584] with or without an axis of 1.
     block_tables : array_like of int, shape [B, M], or a tuple (indptr [B + 1], indices)
         The pages of each context, as in `paged_attention`.
     context_lens, query_starts : array_like of int, shapes [B] and [B + 1]
@@ -158,6 +159,7 @@ def mla_attention(
     >>> kvkit.mla_attention(query, latent, [[0]], [3], scale=0.5, value_dim=3).round(4)
     array([[[ 0.7849, -0.2151,  0.4246]]], dtype=float32)
     """
+    query = without_float8(query)
     given = LatentArguments(
         query, latent, block_tables, context_lens, query_starts, scale=scale, rope_cache=rope_cache,
         value_dim=value_dim, indices=indices, index_lens=index_lens, extra=extra, format=format,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import ArrayLike
 
 from kvkit.checks.arguments import LatentAppend, LatentArguments, PoolAttention, Scoring
@@ -211,7 +212,7 @@ def checked_latent_pool(name: str, latent: Any, rope_cache: Any, format: str | N
         raise argument_error(name, f"an array of bytes, for {known}", describe(latent))
     rows = latent.view(np.uint8)
     if known.name == "ds_v4":
-        return LatentPool(ds_v4_parts(name, rows), known, DS_V4_CODES + known.tail)
+        return LatentPool(ds_v4_parts(name, whole_blocks(name, rows)), known, DS_V4_CODES + known.tail)
     rows = without_head(name, rows)
     try:
         coded = count_elements(known, rows.shape[2])
@@ -238,6 +239,22 @@ def without_head(name: str, array: Any) -> Array:
         raise argument_error(name, wanted, describe(array))
     pool: Array = array
     return pool
+
+
+def whole_blocks(name: str, rows: Array) -> Array:
+    """View FlashMLA's [blocks, tokens, 584], perhaps with an axis of one head, as [blocks, bytes].
+
+    Its axes only count bytes: a block has the bodies of all tokens, then their scales. Blocks may be padded.
+    """
+    if rows.ndim == 2:
+        return rows
+    rows = without_head(name, rows)
+    blocks, tokens, width = rows.shape
+    if width != DS_V4_ROW or (tokens > 1 and rows.strides[1] != DS_V4_ROW):
+        wanted = f"[blocks, bytes], or tokens of {DS_V4_ROW} bytes one behind the other in each block"
+        raise argument_error(name, wanted, f"{describe(rows)} with strides {rows.strides}")
+    strides = rows.strides[0], 1
+    return as_strided(rows, (blocks, tokens * width), strides, writeable=rows.flags.writeable)
 
 
 def ds_v4_parts(name: str, blocks: Array) -> tuple[Array, Array]:

@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike
 
 from kvkit.errors import argument_error, describe
 from kvkit.formats import BY_DTYPE, FLOATS, INT8, Element
-from kvkit.formats.elements import FLOATS8
+from kvkit.formats.elements import BFLOAT16, FLOATS8
 from kvkit.interop import refuse_masked
 from kvkit.typed import Array
 
@@ -29,6 +29,14 @@ FP8_REMEDY = (
     ": if it holds float8 codes, pass array.view(ml_dtypes.float8_e4m3fn) of a numpy array, or "
     "torch.as_tensor(array).view(torch.float8_e4m3fn) of another"
 )
+
+
+def without_float8(array: Any) -> Any:
+    """Return floats of 8 bits, or a pair of them, as bfloat16, which holds them; others unchanged."""
+    if isinstance(array, (tuple, list)):
+        return type(array)(map(without_float8, array))
+    is_float8 = isinstance(array, np.ndarray) and array.dtype in [each.dtype for each in FLOATS8]
+    return array.astype(BFLOAT16.dtype) if is_float8 else array
 
 
 def integer(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:

@@ -373,3 +373,47 @@ def test_topk_rows_feed_attention(rng):
     np.testing.assert_allclose(
         kvkit.mla_attention(query, latent, indices=rows, scale=SCALE), masked, atol=2e-5
     )
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("padding", [0, 576])
+@pytest.mark.parametrize("axes", [3, 4])
+def test_blocks_in_the_shape_that_flashmla_allocates(axes, padding, rng):
+    """[blocks, tokens, (1,) 584] over blocks with padding: these axes only count bytes."""
+    rows = rng.standard_normal((2 * 4, 512)).astype(BF16)
+    memory = np.zeros((2, 4 * 584 + padding), np.uint8)
+    kvkit.mla_append(rows[:, :448], rows[:, 448:], memory, np.arange(8), format="ds_v4")
+    empty = np.zeros_like(memory)
+    shape = (2, 4, 584) if axes == 3 else (2, 4, 1, 584)
+    steps = (memory.strides[0], *((584, 584, 1) if axes == 4 else (584, 1)))
+    shaped, written = (np.lib.stride_tricks.as_strided(each, shape, steps) for each in (memory, empty))
+    query = rng.standard_normal((3, 16, 512)).astype(BF16)
+    where = {"block_tables": [[1, 0]], "context_lens": [7], "query_starts": [0, 3]}
+    where |= {"scale": 0.05, "format": "ds_v4"}
+    expected = kvkit.mla_attention(query, memory[:, : 4 * 584], **where)
+    np.testing.assert_array_equal(kvkit.mla_attention(query, shaped, **where), expected)
+    kvkit.mla_append(rows[:, :448], rows[:, 448:], written, np.arange(8), format="ds_v4")
+    np.testing.assert_array_equal(empty, memory)
+    with pytest.raises(
+        kvkit.KvkitError, match=r"latent: expected \[blocks, bytes\], or tokens of 584 bytes one behind"
+    ):
+        kvkit.mla_attention(query, np.zeros((2, 4, 592), np.uint8), **where)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
+def test_queries_of_8_bits(dtype, rng):
+    """They are widened to bfloat16, which holds all of them, and the output is of it."""
+    pool, _, tables, lengths, query, _ = scene("one pool", BF16, 4, (2, 1, 0))
+    starts, query = np.array([0, 2, 3, 3]), query.astype(dtype)
+    where = {"block_tables": tables, "context_lens": lengths, "query_starts": starts, "scale": 0.1}
+    expected = kvkit.mla_attention(query.astype(BF16), **pool, **where)
+    assert expected.dtype == BF16
+    np.testing.assert_array_equal(kvkit.mla_attention(query, **pool, **where), expected)
+    pair = query[..., :LATENT], query[..., LATENT:]
+    np.testing.assert_array_equal(kvkit.mla_attention(pair, **pool, **where), expected)
+    keys, weights = rng.standard_normal((3, 8, 16)).astype(BF16), rng.standard_normal((2, 4)).astype(F32)
+    asked = rng.standard_normal((2, 4, 16)).astype(dtype)
+    args = keys, weights, [[2, 0]], [11], [0, 2]
+    found = kvkit.indexer_scores(asked, *args)
+    np.testing.assert_array_equal(found, kvkit.indexer_scores(asked.astype(BF16), *args))
