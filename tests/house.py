@@ -151,7 +151,7 @@ def most_files_of_an_operator(sources: Trees) -> int:
 
 
 LIMITS = {
-    "lines of kvkit": 60_000, "lines of kvkit_cuda": 11_500, "lines of cli": 3_200, "lines of tests": 52_000,
+    "lines of kvkit": 64_000, "lines of kvkit_cuda": 11_500, "lines of cli": 3_200, "lines of tests": 52_000,
     "calls of locals()": 0, "class names that stand twice": 0, "functions of one name": 3,
     "files that name one operator": 8, "functions too long to see at once": 0,
     "docstrings without a subject": 0, "calls with eight or more positional arguments": 13,
