@@ -16,6 +16,7 @@ from kvkit.files.file_kinds import kind_of_file
 from kvkit.models.configuration import entries_of, read_layers
 from kvkit.models.description import ModelShape
 from kvkit.models.gguf import entries_of_header
+from kvkit.models.known import known_model, like_known
 
 # {type of a value in a GGUF header: its code for `struct`}
 GGUF_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -33,7 +34,8 @@ def read_model(model: Any) -> ModelShape:
 def read_entries(model: Any) -> Mapping[str, Any]:
     """Read the entries of a config.json, a folder with one, a GGUF file, or a configuration in memory.
 
-    Those of a GGUF file are translated to the words of a config.json.
+    Those of a GGUF file are translated to the words of a config.json. The name of a public model that kvkit
+    knows (`kvkit.models.known`) gives its entries, where no file has that name.
 
     Raises
     ------
@@ -45,6 +47,14 @@ def read_entries(model: Any) -> Mapping[str, Any]:
     if not isinstance(model, (str, PathLike)):
         return entries_of(model)
     path = Path(model)
+    if not path.exists():
+        if (known := known_model(str(model))) is not None:
+            return known
+        likely = like_known(str(model))
+        if likely and path.suffix not in (".json", ".gguf"):
+            raise argument_error(
+                str(model), f"a file, a folder, or a model as {', '.join(likely)}", "none of them"
+            )
     path = path / "config.json" if path.is_dir() else path
     if path.exists() and not stat.S_ISREG(path.stat().st_mode):
         raise argument_error(str(path), "a regular file", "a pipe, device or socket")

@@ -9,5 +9,6 @@ words          entries of a configuration, checked and counted as used; the list
 kinds          which layer attends, slides, or has a state
 sizes          heads, windows and states of a layer
 rotations      the rotary embedding of each layer
+known          public models by name
 gguf           headers of GGUF files in the words of config.json
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -16,11 +15,11 @@ from kvkit.files.model_config import read_model
 from kvkit.formats.elements import BY_NAME, FLOATS
 from kvkit.formats.schemes import Coded, schemes_named
 from kvkit.models.description import LayerShape
+from kvkit.tools.quantities import parse_bytes, token_counts
+from kvkit.tools.quantized_sizes import QuantizedRows
 from kvkit.tools.text import columns
 from kvkit.tools.text import size as in_words
 
-UNITS = {"": 1, "B": 1, **{f"{letter}{'i' * (base == 1024)}B": base**power for base in (1000, 1024)
-                           for power, letter in enumerate("KMGT", 1)}}  # fmt: skip
 LATENT_FORMATS = "ds_mla", "ds_v4"  # their index keys are fp8 codes with a float32 scale
 INDEX_SCALE_BYTES = 4
 STATE_BYTES = 4  # bytes of a number of a recurrent state, which is float32
@@ -43,6 +42,8 @@ def round_up(count: int, unit: int) -> int:
 
 ENGINES = {
     "exact": EngineRounding(lambda n: n, lambda n, window, step: min(n, window), 0),
+    # The same rows as transformers; `QuantizedRows` counts formats, whose sinks and recent tokens are floats.
+    "kvkit": EngineRounding(lambda n: n, lambda n, window, step: min(n, window - 1), 0),
     # A DynamicSlidingWindowLayer keeps the last window - 1 tokens for the next step.
     "transformers": EngineRounding(lambda n: n, lambda n, window, step: min(n, window - 1), 0),
     # Blocks have 16 tokens. With a window a sequence may have one more block, and the tokens of a step.
@@ -168,12 +169,14 @@ class CacheSizes:
 def size(
     model: Any,
     *,
-    tokens: Sequence[int] | int | None = None,
+    tokens: Sequence[int | str] | int | str | None = None,
     batch: Sequence[int] | int = 1,
     formats: Sequence[str] | str = "float16",
     engine: str = "exact",
     step: int | None = None,
     fit: int | str | None = None,
+    residual_length: int | None = None,
+    sink: int | None = None,
 ) -> CacheSizes:
     """Compute how many bytes the cache of a model takes, by context length, batch and format.
 
@@ -183,19 +186,26 @@ def size(
     Parameters
     ----------
     model : path, mapping or PreTrainedConfig
-        A config.json of transformers, a folder that has one, a GGUF file, or a configuration.
-    tokens : int or sequence of int, optional
-        Lengths of a sequence. None: 4,096, 32,768 and the longest context that the model was trained for.
+        A config.json of transformers, a folder that has one, a GGUF file, a configuration, or the name of one
+        of the models in `kvkit.models.known`, such as ``"llama-3.1-8b"``.
+    tokens : int, str or sequence of them, optional
+        Lengths of a sequence, such as ``"4096,128k"`` (k is 1,024). None: 4,096, 32,768 and the longest
+        context that the model was trained for.
     batch : int or sequence of int
         How many sequences of that length the cache has.
     formats : str or sequence of str
         Names of formats: see `study`. Such as ``"float16,q8_0,int4:g32"``. Scales are counted.
-    engine : {"exact", "transformers", "vllm", "llama.cpp"}
+    engine : {"exact", "kvkit", "transformers", "vllm", "llama.cpp"}
         The engine that rounds lengths up to pages and windows. "exact" counts the tokens attention can read.
+        "kvkit" counts what a `DynamicCache` takes, and for formats a `QuantizedCache`: its sinks, recent
+        tokens and layers with a window stay 16-bit floats. Copies by which the last step can be undone (one
+        token, or one group of tokens) are not counted.
     step : int, optional
         The most new tokens of a step. vLLM (8,192 by default) and llama.cpp (512) keep room for them.
     fit : int or str, optional
         Bytes, such as ``"24GiB"``. Find the longest contexts that fit into them, instead of ``tokens``.
+    residual_length, sink : int, optional
+        As in `QuantizedCache`, for engine "kvkit": by default 128 recent tokens and 4 sinks.
 
     Returns
     -------
@@ -224,19 +234,32 @@ def size(
         distinct[layer] = distinct.get(layer, 0) + 1
     layers = [part for layer, count in distinct.items() for part in stored_by(layer, count)]
     names = [name.strip() for text in several(formats) for name in text.split(",")]
-    bits = {name: row_bits(name, layers) for name in names}
+    unquantized = {"residual_length": residual_length, "sink": sink}
+    unquantized = {name: value for name, value in unquantized.items() if value is not None}
+    if engine != "kvkit" and unquantized:
+        wanted = "None but for engine 'kvkit', which has such tokens"
+        raise argument_error(next(iter(unquantized)), wanted, next(iter(unquantized.values())))
+    counts: dict[str, Count] = {}
+    for name in names:
+        if engine == "kvkit" and BY_NAME.get(name) not in FLOATS:
+            counts[name] = quantized_count(QuantizedRows.of(name, **unquantized), layers, name)
+        else:
+            counts[name] = plain_count(row_bits(name, layers))
     batches = [integer("batch", each, 1) for each in several(batch)]
 
     def sized(tokens: int, batch: int, format: str) -> SizedCache:
-        return count_bytes(layers, tokens, batch, format, bits[format], rounding, step)
+        return count_bytes(layers, tokens, batch, format, counts[format], rounding, step)
 
     if fit is not None:
-        most = parse_bytes(fit)
-        caches = [longest(partial(sized, batch=b, format=f), most) for b in batches for f in bits]
+        most = parse_bytes("fit", fit)
+        caches = [longest(partial(sized, batch=b, format=f), most) for b in batches for f in counts]
     else:
-        wanted = (4096, 32768, shape.longest) if tokens is None else several(tokens)
-        lengths = sorted({integer("tokens", n, 1) for n in wanted if n or tokens is not None})
-        caches = [sized(n, b, f) for n in lengths for b in batches for f in bits]
+        wanted = (
+            [n for n in (4096, 32768, shape.longest) if n]
+            if tokens is None
+            else token_counts("tokens", tokens)
+        )
+        caches = [sized(n, b, f) for n in sorted(set(wanted)) for b in batches for f in counts]
         most = None
     return CacheSizes(shape.name, len(shape.layers), layers, caches, engine, most)
 
@@ -244,14 +267,6 @@ def size(
 def several(value: Any) -> list[Any]:
     """Return a sequence as a list, and any other value (also a text) as a list of one."""
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
-
-
-def parse_bytes(text: int | str) -> int:
-    """Convert a text such as "24GiB" to a number of bytes."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", str(text))
-    if match is None or match[2] not in UNITS:
-        raise argument_error("fit", "a number of bytes, such as 24GiB", repr(text))
-    return int(float(match[1]) * UNITS[match[2]])
 
 
 def row_bits(format: str, layers: list[SizedLayers]) -> list[tuple[float, float]]:
@@ -274,17 +289,50 @@ def row_bits(format: str, layers: list[SizedLayers]) -> list[tuple[float, float]
     return [(bits(layer, 0), bits(layer, 1)) for layer in layers]
 
 
+# f(number of a part, its layers, rows) -> (bytes of keys, of values) that a sequence has in one layer
+Count = Callable[[int, SizedLayers, int], tuple[float, float]]
+
+
+def plain_count(bits: list[tuple[float, float]]) -> Count:
+    """Return the bytes of rows that are all alike; `bits` is of `row_bits`."""
+    return lambda i, layer, rows: (rows * bits[i][0] / 8, rows * bits[i][1] / 8)
+
+
+def quantized_count(quantized: QuantizedRows, layers: list[SizedLayers], format: str) -> Count:
+    """Return the bytes of rows in a `QuantizedCache`, which codes those of layers without a window."""
+    for layer in layers:
+        if layer.kind not in ("full", "window", "state", "conv", "shared", "none"):
+            wanted = f"floats for layers of kind {layer.kind}, which a QuantizedCache does not have"
+            raise argument_error("formats", wanted, repr(format))
+    floats = plain_count(row_bits("float16", layers))
+
+    def count(i: int, layer: SizedLayers, rows: int) -> tuple[float, float]:
+        if layer.kind != "full":
+            return floats(i, layer, rows)
+        return (
+            quantized.bytes(0, rows, layer.heads, layer.key_dim),
+            quantized.bytes(1, rows, layer.heads, layer.value_dim),
+        )
+
+    return count
+
+
 def count_bytes(
-    layers: list[SizedLayers], tokens: int, batch: int, format: str, bits: list[tuple[float, float]],
-    engine: EngineRounding, step: int,
-) -> SizedCache:  # fmt: skip
-    """Count the bytes of a cache of `batch` sequences with `tokens` tokens each; `bits` is of `row_bits`."""
+    layers: list[SizedLayers],
+    tokens: int,
+    batch: int,
+    format: str,
+    count: Count,
+    engine: EngineRounding,
+    step: int,
+) -> SizedCache:
+    """Count the bytes of a cache of `batch` sequences with `tokens` tokens each."""
     keys = values = states = 0.0
-    for layer, (key_bits, value_bits) in zip(layers, bits, strict=True):
-        rows = batch * layer.layers * layer.rows(tokens, engine, step)
-        keys += rows * key_bits / 8
-        values += rows * value_bits / 8
-        states += batch * layer.layers * layer.state * STATE_BYTES
+    for i, layer in enumerate(layers):
+        times = batch * layer.layers
+        of_keys, of_values = count(i, layer, layer.rows(tokens, engine, step))
+        keys, values = keys + times * of_keys, values + times * of_values
+        states += times * layer.state * STATE_BYTES
     return SizedCache(tokens, batch, format, int(keys), int(values), int(states))
 
 

@@ -1,12 +1,16 @@
 """Sizes of caches by configuration, held to what engines print of public models."""
 
+import json
 import struct
 
 import numpy as np
 import pytest
 
-from kvkit import KvkitError
+from kvkit import KvkitError, Rope
+from kvkit.cache import QuantizedCache, QuantSpec
+from kvkit.models.known import MODELS
 from kvkit.tools import size
+from kvkit.tools.quantities import parse_bytes
 
 MIB = 2**20
 
@@ -177,6 +181,112 @@ def test_files_that_are_no_model(tmp_path):
         size(tmp_path / "cache.npz")
     with pytest.raises(KvkitError, match="fit: expected a number of bytes"):
         size(GPT_OSS, fit="much")
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("128k", [131072]), ("4096,1M", [4096, 2**20]), ("1.5K, 8 k", [1536, 8192]), ([7, "2k"], [7, 2048])],
+)
+def test_lengths_as_people_write_them(text, tokens):
+    assert [each.tokens for each in size(GPT_OSS, tokens=text).caches] == tokens
+
+
+@pytest.mark.parametrize(
+    "text", ["0", "-1", "k", "1.5", "0.0001k", "8G", "8kB", "9" * 30, 0, True, 1.5, [None]]
+)
+def test_what_is_no_length_is_refused(text):
+    with pytest.raises(KvkitError, match="tokens: expected"):
+        size(GPT_OSS, tokens=text)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("24GiB", 24 * 2**30), ("24gb", 24 * 10**9), ("24 G", 24 * 2**30), ("1.5T", 3 * 2**39), ("512B", 512)],
+)
+def test_bytes_as_people_write_them(text, found):
+    assert parse_bytes("fit", text) == found
+
+
+@pytest.mark.parametrize("text", ["24", "24GiBs", "-1GiB", "GiB", "", 0, 1.5, None])
+def test_bytes_without_a_unit_are_refused(text):
+    with pytest.raises(KvkitError, match="fit: expected"):
+        parse_bytes("fit", text)
+
+
+def test_a_number_without_a_unit_gets_the_line_that_works():
+    with pytest.raises(KvkitError, match=r"got '24' without one \(did you mean 24GiB\?\)"):
+        size(GPT_OSS, fit="24")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_public_models_are_known_by_name(name):
+    """Their configurations are read as any other; sizes of some are what logs of engines print."""
+    found = size(name, tokens=4096)
+    assert found.model == name
+    assert found.caches[0].bytes > 2**20
+    ropes = Rope.from_config(MODELS[name])
+    assert len(ropes) == found.num_layers
+    printed = {
+        "llama-3.2-1b": 128,
+        "llama-3.2-3b": 448,
+        "llama-3.1-70b": 1280,
+        "mistral-7b": 512,
+        "qwen3-8b": 576,
+    }
+    if name in printed:
+        assert found.caches[0].bytes == printed[name] * MIB
+
+
+def test_names_of_models_are_read_as_people_write_them(tmp_path, monkeypatch):
+    for name in ("meta-llama/Llama-3.1-8B-Instruct", "LLAMA-3.1-8B", "llama-3.1-8b"):
+        assert size(name).caches[-1].tokens == 131072
+    with pytest.raises(
+        KvkitError, match=r"lama-3\.1-8: expected a file, a folder, or a model as llama-3.1-8b"
+    ):
+        size("lama-3.1-8")
+    with pytest.raises(FileNotFoundError):
+        size("nothing.json")
+    monkeypatch.chdir(tmp_path)  # a file of that name comes first
+    (tmp_path / "llama-3.1-8b").write_text(json.dumps(transformer(1, 2, 8)))
+    assert size("llama-3.1-8b").num_layers == 1
+
+
+STORED = {  # {format: (keys, values) of a QuantizedCache}
+    "kivi4": (QuantSpec(4), QuantSpec(4)), "kivi2:g64": (QuantSpec(2, group=64), QuantSpec(2, group=64)),
+    "int8:g32": (QuantSpec(8, "sym", "token"),) * 2, "int4:g16": (QuantSpec(4, "sym", "token", 16),) * 2,
+    "uint4:g32": (QuantSpec(4, "asym", "token"),) * 2, "q8_0": (QuantSpec(format="q8_0"),) * 2,
+    "q8_0/q4_0": (QuantSpec(format="q8_0"), QuantSpec(format="q4_0")),
+    "e4m3": (QuantSpec(format="e4m3"),) * 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize(("residual", "sink"), [(128, 4), (0, 0), (17, 9)])
+def test_a_quantized_cache_takes_so_much(name, residual, sink):
+    """Sinks, recent tokens and windows are counted as the floats that they stay."""
+    config = transformer(2, 2, 64, layer_types=["full_attention", "sliding_attention"], sliding_window=50)
+    key, value = STORED[name]
+    for tokens in (1, 4, 60, 131, 300, 517):
+        cache = QuantizedCache(2, key, value, residual, sink, config["layer_types"], 50)
+        states = np.zeros((3, 2, tokens, 64), np.float16)
+        for i in range(2):
+            for part in (states[:, :, :-1], states[:, :, -1:]):
+                if part.shape[2]:
+                    cache.update(part, part, i)
+            cache.layers[i].release_undo()
+        cache.layers[0].store.release_undo()  # copies of what the last step coded
+        options = {"residual_length": residual, "sink": sink, "engine": "kvkit"}
+        (found,) = size(config, tokens=tokens, batch=3, formats=name, **options).caches
+        assert found.bytes == cache.nbytes
+
+
+def test_options_without_an_effect_are_refused():
+    with pytest.raises(KvkitError, match="sink: expected None but for engine 'kvkit'"):
+        size(GPT_OSS, sink=3)
+    with pytest.raises(KvkitError, match=r"formats: expected .* which caches store, got 'mxfp4'"):
+        size(GPT_OSS, formats="mxfp4", engine="kvkit")
+    with pytest.raises(KvkitError, match="formats: expected floats for layers of kind latent"):
+        size(LATENT, formats="q8_0", engine="kvkit")
 
 
 @pytest.mark.transformers
