@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvkit.cache.layers.quant_spec import QuantSpec
 from kvkit.cache.layers.quantized import QuantizedLayer, fit_spec
@@ -44,7 +45,7 @@ class QuantizedRows:
     sink: int
 
     @classmethod
-    def of(cls, text: str, **unquantized: int) -> QuantizedRows:
+    def of(cls, text: str, **unquantized: Any) -> QuantizedRows:
         """Return the counts of a format by its name, with arguments of `QuantizedLayer`."""
         key, value = formats_named(text)
         layer = QuantizedLayer(stored_spec(text, key), stored_spec(text, value), **unquantized)

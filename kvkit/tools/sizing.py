@@ -254,12 +254,9 @@ def size(
         most = parse_bytes("fit", fit)
         caches = [longest(partial(sized, batch=b, format=f), most) for b in batches for f in counts]
     else:
-        wanted = (
-            [n for n in (4096, 32768, shape.longest) if n]
-            if tokens is None
-            else token_counts("tokens", tokens)
-        )
-        caches = [sized(n, b, f) for n in sorted(set(wanted)) for b in batches for f in counts]
+        usual = [n for n in (4096, 32768, shape.longest) if n]
+        lengths = usual if tokens is None else token_counts("tokens", tokens)
+        caches = [sized(n, b, f) for n in sorted(set(lengths)) for b in batches for f in counts]
         most = None
     return CacheSizes(shape.name, len(shape.layers), layers, caches, engine, most)
 
