@@ -259,12 +259,7 @@ class Rope:
             scaling = words.scaling | options
             return cls(words.rotary_dim, words.theta, pairs, scaling, words.begin)
 
-        ropes: dict[str, Self | str] = {}  # many layers rotate alike
-        layers = [(repr(words), words) for words in read_ropes(config, expanded=expanded)]
-        for key, words in layers:
-            if key not in ropes:
-                ropes[key] = rope_of(words)
-        return [ropes[key] for key, _ in layers]
+        return [rope_of(words) for words in read_ropes(config, expanded=expanded)]
 
 
 def whole_numbers(name: str, given: ArrayLike) -> Array:

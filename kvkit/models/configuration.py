@@ -9,7 +9,7 @@ from kvkit.errors import argument_error, describe
 from kvkit.models.description import LayerShape, ModelShape, RopeWords
 from kvkit.models.kinds import layer_count, layer_kinds, own_index_keys, shared_sources
 from kvkit.models.rotations import latent_scale, layer_rotations
-from kvkit.models.sizes import check_types, layer_shape
+from kvkit.models.sizes import KEY_HEADS, STATE_WORDS, layer_shape
 from kvkit.models.words import Words, shown, text_words
 
 DEEP = "entries that are nested less deeply"
@@ -57,16 +57,18 @@ def model_shape(words: Words, entries: Mapping[str, Any]) -> ModelShape:
     """Return what the layers of a model keep, by the entries of its language model."""
     count = layer_count(words)
     types = layer_kinds(words, count)
-    check_types(words, types)
+    if words.model_type == "granitemoehybrid" and not any(each.kind == "state" for each in types):
+        words.use(*STATE_WORDS)  # its small models have these entries, and no such layers
     sources = shared_sources(words, types)
     own_index = [True] * count
     if any(each.kind == "indexed" for each in types) or "index_head_dim" in words:
         own_index = own_index_keys(words, count)
     shapes: dict[tuple[str, bool], LayerShape] = {}
+    listed = any(isinstance(words.entries.get(name), (list, tuple)) for name in KEY_HEADS)
+    alike = not listed and not BY_LAYER & words.entries.keys()
     layers = []
     for i, each in enumerate(types):
         key = each.kind, own_index[i]
-        alike = not (BY_LAYER & words.entries.keys()) and not lists_heads(words)
         if key not in shapes or not alike:
             shapes[key] = layer_shape(words, each.kind, i, count, own_index[i])
         source = sources[i]
@@ -83,12 +85,6 @@ def model_shape(words: Words, entries: Mapping[str, Any]) -> ModelShape:
 
 
 BY_LAYER = {"per_layer_config", "block_configs"}  # entries that change the sizes of single layers
-
-
-def lists_heads(words: Words) -> bool:
-    """Return whether the heads of keys are listed by layer."""
-    names = "num_key_value_heads", "num_kv_heads", "n_head_kv", "num_attention_groups"
-    return any(isinstance(words.entries.get(name), (list, tuple)) for name in names)
 
 
 def read_ropes(config: Any, *, expanded: bool = False) -> list[RopeWords | str]:

@@ -40,8 +40,6 @@ class LayerShape:
         How many tokens share a compressed row. 0: there are none.
     source : int or None
         The layer whose rows a shared layer reads.
-    recurrence : str
-        What updates the state: "gated_delta", "kda", "lightning", "mamba", "mamba2", "rg_lru" or "conv".
     """
 
     kind: str
@@ -54,7 +52,6 @@ class LayerShape:
     latent_dim: int = 0
     ratio: int = 0
     source: int | None = None
-    recurrence: str = ""
 
 
 @dataclass(frozen=True)

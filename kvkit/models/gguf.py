@@ -74,7 +74,7 @@ def entries_of_header(fields: Mapping[str, Any]) -> dict[str, Any]:
         "_name_or_path": str(fields.get("general.name", architecture)),
         "num_hidden_layers": header.count,
         "max_position_embeddings": words.count("context_length", default=0),
-        **header.heads(), **header.windows(), **header.states(), **header.rotation(),
+        **header.heads(), **header.states(), **header.rotation(),
     }  # fmt: skip
     entries["layer_types"] = header.types()
     words.use("nextn_predict_layers", "context_length", "embedding_length", "feed_forward_length")
@@ -85,14 +85,7 @@ def entries_of_header(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Header:
-    """Reads the fields of one architecture.
-
-    Parameters
-    ----------
-    words : Words
-        The fields without the prefix of their architecture.
-    architecture : str
-    """
+    """Reads the fields of one architecture, whose names have lost its prefix."""
 
     def __init__(self, words: Words, architecture: str) -> None:
         self.words, self.architecture = words, architecture
@@ -131,6 +124,7 @@ class Header:
             "hidden_size": hidden or None, "num_attention_heads": queries,
             "num_key_value_heads": self.kv_heads, "head_dim": dim,
             "v_head_dim": words.count("attention.value_length", default=dim),
+            "sliding_window": words.value("attention.sliding_window") or None,
             "swa_head_dim": words.value("attention.key_length_swa"),
             "swa_v_head_dim": words.value("attention.value_length_swa"),
             "num_kv_shared_layers": words.value("attention.shared_kv_layers"),
@@ -148,11 +142,6 @@ class Header:
         if (ratios := words.value("attention.compress_ratios")) is not None:
             entries["compress_ratios"] = ratios
         return entries
-
-    def windows(self) -> dict[str, Any]:
-        """Return the window, which a model may have without using it."""
-        window = self.words.value("attention.sliding_window")
-        return {"sliding_window": window if window != 0 else None}
 
     def types(self) -> list[str] | None:
         """Return the type of each layer; None where the model's type says it."""

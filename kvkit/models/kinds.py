@@ -168,9 +168,13 @@ def letters(words: Words, name: str, count: int) -> list[str]:
 
 def hybrid_layer_pattern(words: Words, name: str, count: int) -> list[str]:
     """Read MiMo's list, 1 for a window, or Megatron's letters."""
-    if isinstance(words.entries[name], str):
-        return letters(words, name, count)
-    return ["window" if flag else "full" for flag in bits(words, name, count)]
+    read = letters if isinstance(words.entries[name], str) else flagged("window", "full")
+    return read(words, name, count)
+
+
+def flagged(chosen: str, rest: str) -> Callable[[Words, str, int], list[str]]:
+    """Return a reader of a list that has 1 for layers of one kind, and 0 for the others."""
+    return lambda words, name, count: [chosen if flag else rest for flag in bits(words, name, count)]
 
 
 def bits(words: Words, name: str, count: int) -> list[int]:
@@ -180,11 +184,6 @@ def bits(words: Words, name: str, count: int) -> list[int]:
         if each not in (0, 1):
             raise words.error(f"{name}[{i}]", "0 or 1", shown(each))
     return [int(each) for each in members]
-
-
-def attn_type_list(words: Words, name: str, count: int) -> list[str]:
-    """Read MiniMax's list: 1 is full attention, 0 a state."""
-    return ["full" if flag else "state" for flag in bits(words, name, count)]
 
 
 def block_types(words: Words, name: str, count: int) -> list[str]:
@@ -275,8 +274,6 @@ def sliding_window_pattern(words: Words, name: str, count: int) -> list[str] | N
         if not pattern or set(pattern) - {"L", "G"}:
             raise words.error(name, "a number, or a text of L and G", shown(pattern))
         return ["window" if pattern[i % len(pattern)] == "L" else "full" for i in range(count)]
-    if isinstance(pattern, (list, tuple)):  # of GGUF headers
-        return ["window" if flag else "full" for flag in bits(words, name, count)]
     step = words.whole(name, pattern, 0)
     if words.model_type == "cohere2_moe":
         return cohere2_moe(words, step, count)
@@ -327,9 +324,10 @@ SOURCES: dict[str, Callable[[Words, str, int], list[str] | None]] = {
     "full_attention_interval": interval, "layer_group_size": interval,
     "linear_attn_config": linear_attn_config, "attn_layer_indices": numbered("full", "state"),
     "full_attn_idxs": numbered("full", "conv"), "local_layer_ids": numbered("both_window", "both"),
-    "attn_layer_period": attn_layer_period, "attn_type_list": attn_type_list, "block_configs": block_configs,
-    "hybrid_layer_ids": numbered("both", "state"), "compress_ratios": compress_ratios,
-    "sliding_window_pattern": sliding_window_pattern, "_sliding_window_pattern": sliding_window_pattern,
+    "attn_layer_period": attn_layer_period, "attn_type_list": flagged("full", "state"),
+    "block_configs": block_configs, "hybrid_layer_ids": numbered("both", "state"),
+    "compress_ratios": compress_ratios, "sliding_window_pattern": sliding_window_pattern,
+    "_sliding_window_pattern": sliding_window_pattern,
     "global_attn_every_n_layers": global_attn_every_n_layers, "no_rope_layers": no_rope_layers,
     "no_rope_layer_interval": no_rope_layers, "sparse_attention_config": sparse_attention_config,
 }  # fmt: skip

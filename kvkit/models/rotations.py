@@ -119,15 +119,7 @@ def rotating(words: Words, types: list[LayerType]) -> list[bool]:
 
 
 class Rotations:
-    """Reads the rotary embedding of each layer.
-
-    Parameters
-    ----------
-    words : Words
-    types : list of LayerType
-    expanded : bool
-        Whether keys of latent models are expanded.
-    """
+    """Reads the rotary embedding of each layer; keys of latent models may be expanded."""
 
     def __init__(self, words: Words, types: list[LayerType], expanded: bool) -> None:
         self.words, self.types, self.expanded = words, types, expanded

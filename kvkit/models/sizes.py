@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvkit.models.description import LayerShape
-from kvkit.models.kinds import LayerType
 from kvkit.models.words import Words, shown
 
 WINDOWED = "window", "both_window"
@@ -21,8 +20,7 @@ def layer_shape(words: Words, kind: str, layer: int, count: int, own_index: bool
     """Return what a layer of some kind keeps."""
     words = words.at(changes_of(words, kind, layer, count), f"layer {layer}")
     if kind in ("state", "conv"):
-        name, numbers = state_of(words, kind)
-        return LayerShape(kind, state=numbers, recurrence=name)
+        return LayerShape(kind, state=state_of(words, kind))
     if kind == "none":
         return LayerShape("none")
     if kind in ("v4_window", "csa", "hca"):
@@ -36,8 +34,8 @@ def layer_shape(words: Words, kind: str, layer: int, count: int, own_index: bool
     heads, key_dim, value_dim = head_sizes(words, kind, layer, count)
     window = window_of(words, kind)
     if kind in ("both", "both_window"):
-        name, numbers = state_beside(words, heads, key_dim, value_dim)
-        return LayerShape("both", heads, key_dim, value_dim, window, numbers, recurrence=name)
+        state = state_beside(words, heads, key_dim, value_dim)
+        return LayerShape("both", heads, key_dim, value_dim, window, state)
     kind = "full" if kind == "indexed" else kind
     return LayerShape(kind, heads, key_dim, value_dim, window, index_dim=index_dim)
 
@@ -75,6 +73,7 @@ def changes_of(words: Words, kind: str, layer: int, count: int) -> Mapping[str, 
 
 OTHER_SETTINGS = "num_attention_heads", "num_attention_groups", "num_key_value_heads", "head_dim"
 QUERIES = "num_attention_heads", "n_head", "n_heads"
+KEY_HEADS = "num_key_value_heads", "num_kv_heads", "n_head_kv", "num_attention_groups"
 HIDDEN = "hidden_size", "n_embd", "d_model"
 
 
@@ -114,16 +113,14 @@ def key_heads(words: Words, kind: str, layer: int, count: int, queries: int) -> 
         if not words.flag("new_decoder_architecture", False):
             return 1
         return words.count("num_kv_heads", "n_head_kv", least=1)
-    names = "num_key_value_heads", "num_kv_heads", "n_head_kv", "num_attention_groups"
-    value = words.value(*names)
+    value = words.value(*KEY_HEADS)
     if value is None:
         return queries
-    name = words.name_of(names)
-    if isinstance(value, (list, tuple)):
-        value = (words.by_layer(name, count) or [])[layer]
-        name = f"{name}[{layer}]"
+    name = words.name_of(KEY_HEADS)
+    listed = words.by_layer(name, count) if isinstance(value, (list, tuple)) else None
+    name, value = (name, value) if listed is None else (f"{name}[{layer}]", listed[layer])
     heads = words.whole(name, value, 1)
-    if queries % heads and not isinstance(words.entries.get(words.name_of(names)), (list, tuple)):
+    if queries % heads and listed is None:
         raise words.error(name, f"a divisor of {queries}, the heads of queries", heads)
     return heads
 
@@ -199,23 +196,23 @@ def convolution(kernel: int, channels: int) -> int:
     return max(kernel - 1, 0) * channels
 
 
-def state_of(words: Words, kind: str) -> tuple[str, int]:
-    """Return the name of a layer's recurrence, and how many numbers its state has."""
+def state_of(words: Words, kind: str) -> int:
+    """Return how many numbers the state of a layer has."""
     if kind == "conv":
         kernel = words.count("conv_L_cache", least=1)
-        return "conv", convolution(kernel, words.count("hidden_size", least=1))
+        return convolution(kernel, words.count("hidden_size", least=1))
     if "linear_num_value_heads" in words or "linear_num_key_heads" in words:
-        return "gated_delta", gated_delta(words)
+        return gated_delta(words)
     if {"linear_attn_config", "linear_num_heads", "linear_head_dim", "short_conv_kernel_size"} & set(
         words.entries
     ):
-        return "kda", kimi_delta(words)
+        return kimi_delta(words)
     if "attn_type_list" in words or words.model_type in LIGHTNING:
         queries = words.count(*QUERIES, least=1)
-        return "lightning", queries * head_dim(words, "state", queries) ** 2
+        return queries * head_dim(words, "state", queries) ** 2
     if "lru_width" in words or "conv1d_width" in words:
         width = words.count("lru_width" if "lru_width" in words else "hidden_size", least=1)
-        return "rg_lru", width * words.count("conv1d_width", least=1)
+        return width * words.count("conv1d_width", least=1)
     return mamba(words)
 
 
@@ -243,8 +240,8 @@ def kimi_delta(words: Words) -> int:
     return convolution(kernel, 3 * heads * dim) + heads * dim * dim
 
 
-def mamba(words: Words) -> tuple[str, int]:
-    """Return the name and the numbers of a Mamba layer: convolution inputs, and a state for each channel."""
+def mamba(words: Words) -> int:
+    """Return the numbers of a Mamba layer: convolution inputs, and a state for each channel."""
     pure = words.model_type in ("mamba", "mamba2", "falcon_mamba")
     depth = words.count(*(("state_size",) if pure else ("mamba_d_state", "ssm_state_size")), least=1)
     kernel = words.count(*(("conv_kernel",) if pure else ("mamba_d_conv", "conv_kernel")), least=1)
@@ -254,12 +251,10 @@ def mamba(words: Words) -> tuple[str, int]:
         words.use(*expand)
         groups = words.count(*grouped)
         inner = mamba2_channels(words, pure)
-        return "mamba2" if groups else "mamba", convolution(
-            kernel, inner + 2 * groups * depth
-        ) + inner * depth
+        return convolution(kernel, inner + 2 * groups * depth) + inner * depth
     words.use("n_mamba_heads")
     inner = words.count(*expand, least=1) * words.count("hidden_size", least=1)
-    return "mamba", convolution(kernel, inner) + inner * depth
+    return convolution(kernel, inner) + inner * depth
 
 
 def mamba2_channels(words: Words, pure: bool) -> int:
@@ -280,16 +275,10 @@ def mamba2_channels(words: Words, pure: bool) -> int:
     return inner
 
 
-def state_beside(words: Words, heads: int, key_dim: int, value_dim: int) -> tuple[str, int]:
+def state_beside(words: Words, heads: int, key_dim: int, value_dim: int) -> int:
     """Return the state of a layer that has rows too."""
     if words.model_type.startswith("inkling"):  # convolutions of keys, values, and two of hidden states
         kernel = words.count("conv_kernel_size", "sconv_kernel_size", least=1)
         hidden = words.count("hidden_size", least=1)
-        return "conv", convolution(kernel, heads * (key_dim + value_dim) + 2 * hidden)
+        return convolution(kernel, heads * (key_dim + value_dim) + 2 * hidden)
     return mamba(words)
-
-
-def check_types(words: Words, types: list[LayerType]) -> None:
-    """Count entries of states as used in a model that is known to have them without such layers."""
-    if words.model_type in ("granitemoehybrid",) and not any(each.kind == "state" for each in types):
-        words.use(*STATE_WORDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import Any
 
 from kvkit.checks.values import integer
@@ -26,10 +27,10 @@ def token_counts(name: str, value: Any) -> list[int]:
 def tokens_in(name: str, text: str) -> int:
     """Return the number of tokens in a text."""
     match = NUMBER.fullmatch(text.strip())
-    found = float(match[1]) * TOKENS.get(match[2].lower(), 0) if match else 0
-    if found < 1 or found != int(found):
+    found = Fraction(match[1]) * TOKENS.get(match[2].lower(), 0) if match else Fraction(0)
+    if found < 1 or found.denominator > 1:
         raise argument_error(name, "a number of tokens, such as 4096 or 128k", describe(text))
-    return int(found) if "." in text else int(match[1]) * TOKENS[match[2].lower()]  # type: ignore[index]
+    return int(found)
 
 
 def parse_bytes(name: str, value: int | str) -> int:

@@ -1,8 +1,8 @@
-"""Count the bytes of kvkit's own caches: codes, and the sinks and recent tokens that stay unquantized."""
+"""Count the bytes of a `QuantizedCache`: codes, and the sinks and recent tokens that stay unquantized."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from typing import Any
 
 from kvkit.cache.layers.quant_spec import QuantSpec
@@ -28,34 +28,18 @@ def stored_spec(text: str, side: Format) -> QuantSpec:
     return QuantSpec(side.code.bits, RULES[side.rule], AXES[side.per], side.group)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
-class QuantizedRows:
-    """Counts the bytes of a `QuantizedLayer`.
+def quantized_bytes(text: str, **unquantized: Any) -> Callable[[int, int, int, int], float]:
+    """Return f(side, tokens, heads, dim): the bytes of keys (side 0) or values (1), without those of an undo.
 
-    Attributes
-    ----------
-    specs : tuple of QuantSpec
-        Of keys and of values.
-    residual_length, sink : int
-        As in `QuantizedLayer`.
+    `unquantized` has arguments of `QuantizedLayer`.
     """
+    key, value = (stored_spec(text, side) for side in formats_named(text))
+    layer = QuantizedLayer(key, value, **unquantized)
 
-    specs: tuple[QuantSpec, QuantSpec]
-    residual_length: int
-    sink: int
-
-    @classmethod
-    def of(cls, text: str, **unquantized: Any) -> QuantizedRows:
-        """Return the counts of a format by its name, with arguments of `QuantizedLayer`."""
-        key, value = formats_named(text)
-        layer = QuantizedLayer(stored_spec(text, key), stored_spec(text, value), **unquantized)
-        return cls((layer.specs[0], layer.specs[1]), layer.residual_length, layer.sink)
-
-    def bytes(self, side: int, tokens: int, heads: int, dim: int) -> float:
-        """Return the bytes of a sequence's keys (side 0) or values (1), without those that an undo needs."""
-        spec = fit_spec(replace(self.specs[side]), dim)
-        sinks = min(tokens, self.sink)
-        coded = max(tokens - sinks - self.residual_length, 0)
+    def count(side: int, tokens: int, heads: int, dim: int) -> float:
+        spec = fit_spec(layer.specs[side], dim)
+        coded = max(tokens - min(tokens, layer.sink) - layer.residual_length, 0)
         coded -= coded % spec.group if spec.axis == "channel" else 0
-        plain = tokens - coded
-        return heads * (plain * dim * PLAIN_BYTES + coded * spec.bytes_per_token(dim))
+        return heads * ((tokens - coded) * dim * PLAIN_BYTES + coded * spec.bytes_per_token(dim))
+
+    return count

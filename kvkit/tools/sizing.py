@@ -16,7 +16,7 @@ from kvkit.formats.elements import BY_NAME, FLOATS
 from kvkit.formats.schemes import Coded, schemes_named
 from kvkit.models.description import LayerShape
 from kvkit.tools.quantities import parse_bytes, token_counts
-from kvkit.tools.quantized_sizes import QuantizedRows
+from kvkit.tools.quantized_sizes import quantized_bytes
 from kvkit.tools.text import columns
 from kvkit.tools.text import size as in_words
 
@@ -42,10 +42,11 @@ def round_up(count: int, unit: int) -> int:
 
 ENGINES = {
     "exact": EngineRounding(lambda n: n, lambda n, window, step: min(n, window), 0),
-    # The same rows as transformers; `QuantizedRows` counts formats, whose sinks and recent tokens are floats.
-    "kvkit": EngineRounding(lambda n: n, lambda n, window, step: min(n, window - 1), 0),
-    # A DynamicSlidingWindowLayer keeps the last window - 1 tokens for the next step.
-    "transformers": EngineRounding(lambda n: n, lambda n, window, step: min(n, window - 1), 0),
+    # Layers with a window keep the last window - 1 tokens for the next step.
+    **dict.fromkeys(
+        ("kvkit", "transformers"),
+        EngineRounding(lambda n: n, lambda n, window, step: min(n, window - 1), 0),
+    ),
     # Blocks have 16 tokens. With a window a sequence may have one more block, and the tokens of a step.
     "vllm": EngineRounding(
         lambda n: round_up(n, 16), lambda n, window, step: round_up(min(window - 1 + step, n), 16) + 16, 8192
@@ -242,7 +243,7 @@ def size(
     counts: dict[str, Count] = {}
     for name in names:
         if engine == "kvkit" and BY_NAME.get(name) not in FLOATS:
-            counts[name] = quantized_count(QuantizedRows.of(name, **unquantized), layers, name)
+            counts[name] = quantized_count(layers, name, **unquantized)
         else:
             counts[name] = plain_count(row_bits(name, layers))
     batches = [integer("batch", each, 1) for each in several(batch)]
@@ -295,21 +296,19 @@ def plain_count(bits: list[tuple[float, float]]) -> Count:
     return lambda i, layer, rows: (rows * bits[i][0] / 8, rows * bits[i][1] / 8)
 
 
-def quantized_count(quantized: QuantizedRows, layers: list[SizedLayers], format: str) -> Count:
+def quantized_count(layers: list[SizedLayers], format: str, **unquantized: Any) -> Count:
     """Return the bytes of rows in a `QuantizedCache`, which codes those of layers without a window."""
     for layer in layers:
         if layer.kind not in ("full", "window", "state", "conv", "shared", "none"):
             wanted = f"floats for layers of kind {layer.kind}, which a QuantizedCache does not have"
             raise argument_error("formats", wanted, repr(format))
-    floats = plain_count(row_bits("float16", layers))
+    floats, coded = plain_count(row_bits("float16", layers)), quantized_bytes(format, **unquantized)
 
     def count(i: int, layer: SizedLayers, rows: int) -> tuple[float, float]:
         if layer.kind != "full":
             return floats(i, layer, rows)
-        return (
-            quantized.bytes(0, rows, layer.heads, layer.key_dim),
-            quantized.bytes(1, rows, layer.heads, layer.value_dim),
-        )
+        keys = coded(0, rows, layer.heads, layer.key_dim)
+        return keys, coded(1, rows, layer.heads, layer.value_dim)
 
     return count
 

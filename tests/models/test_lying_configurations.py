@@ -18,7 +18,7 @@ from kvkit.models.words import LAYER_WORDS, ROPE_WORDS
 from kvkit.tools import size
 
 CASES = json.loads(Path(__file__).with_name("sizes.json").read_text())
-SECONDS = 2.0  # far above what a lie takes, far below what a believed one would
+SECONDS = 2.0  # of the processor: far above what a lie takes, far below what a believed one would
 
 
 def nested(depth):
@@ -75,7 +75,7 @@ def test_a_lie_is_read_or_refused_by_name(config):
         lambda: Rope.from_config(config),
         lambda: read_latent_scale(config),
     ):
-        begin = time.perf_counter()
+        begin = time.process_time()
         try:
             found = read()
         except KvkitError as error:
@@ -85,7 +85,7 @@ def test_a_lie_is_read_or_refused_by_name(config):
         assert ": expected " in message
         if hasattr(found, "caches"):
             assert all(each.bytes >= 0 for each in found.caches)
-        assert time.perf_counter() - begin < SECONDS
+        assert time.process_time() - begin < SECONDS
 
 
 @pytest.mark.parametrize("value", [nested(5000), 10**5000, [10**5000]], ids="abc")
@@ -177,14 +177,14 @@ def text(value):
 def test_a_lying_header_is_read_or_refused(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("header") / "a.gguf"
     path.write_bytes(content)
-    begin = time.perf_counter()
+    begin = time.process_time()
     try:
         entries = read_entries(path)
         read_layers(entries)
         Rope.from_config(entries)
     except KvkitError:
         pass
-    assert time.perf_counter() - begin < SECONDS
+    assert time.process_time() - begin < SECONDS
 
 
 def test_an_array_of_arrays_is_refused(tmp_path):

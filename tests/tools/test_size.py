@@ -8,11 +8,12 @@ import pytest
 
 from kvkit import KvkitError, Rope
 from kvkit.cache import QuantizedCache, QuantSpec
-from kvkit.models.known import MODELS
+from kvkit.models.known import known_models
 from kvkit.tools import size
 from kvkit.tools.quantities import parse_bytes
 
 MIB = 2**20
+MODELS = known_models()
 
 
 def transformer(layers, heads, dim, **more):
