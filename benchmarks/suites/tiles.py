@@ -73,6 +73,7 @@ def prompt(kind):
             "torch same type": task.peer(other_libraries.torch_peer, (kind,)),
             "onnxruntime": task.peer(other_libraries.onnxruntime_peer, kind),
             "ggml": task.peer(ggml.ggml_peer, kind),
+            "vLLM": task.peer(other_libraries.vllm_peer) if kind == "bfloat16" else None,
         }
         return attention.work(
             task, run, "", {"matmul": attention.matmul(task.operations), "pairs": without_tiles(run)}, peers
@@ -149,7 +150,7 @@ PLACES = {
     "pages of 128": (0.85, "pages", 3, 128), "pages of 16": (0.7, "pages", 3, 16),
 }  # fmt: skip
 CASES = [
-    Case("prompt, bfloat16", prompt("bfloat16"), {"torch same type": 1.6, "pairs": 5}),
+    Case("prompt, bfloat16", prompt("bfloat16"), {"torch same type": 1.6, "vLLM": 1, "pairs": 5}),
     Case("prompt, float16", prompt("float16"), {"pairs": 2}),
     Case("prompt, 8 key heads", variant(8), {"plain": 0.85}),
     Case(f"prompt, window of {WINDOW}", variant(share=SEEN, window=(WINDOW, 0)), {"plain": 0.85}),
