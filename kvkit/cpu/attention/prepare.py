@@ -224,8 +224,8 @@ def reading(form):
     pairs = bool(decoder.to_bfloat16) if decoder else rounds or fits_bfloat16(form)
     pairs = pairs and form.data == "bfloat16" and form.pairs
     whole = all(padded(dim) % tile_products.STEP == 0 for dim in dims)
-    in_bfloat16 = form.data == "bfloat16" and (pairs or (coded and not decoder))
-    fits = form.pairs and whole and (in_bfloat16 or in_halves(form))
+    # Tiles would round code * scale to bfloat16, which is too coarse beside calls of few rows.
+    fits = form.pairs and whole and (pairs or in_halves(form))
     return Reading(rounds, exact, widens, pairs, width, form.tiles if fits else None)
 
 
