@@ -24,12 +24,14 @@ from kvkit.tools.names import NAMES, PAGED_NAMES, SIDES, rename_tables, some_nam
 from kvkit.tools.source import CacheSource
 
 TABLES = "block_tables", "cachestarts", "kv_indices"
+# Pools of states: of the rule or of Mamba, and of convolutions.
+STATES = tuple(f"{kind}_state{plural}" for kind in ("recurrent", "ssm", "conv") for plural in ("", "s"))
 KNOWN = (
     *TABLES,
     "context_lens", "kv_indptr", "kv_last_page_len", "kvstarts", "num_blocks", "page_size", "placeholder",
     "slot_mapping", "slot_sequences", "slot_positions", "reserved_block", "index_type",
     "cache", "layers", *chain(*NAMES), *BESIDE, "key_scale", "value_scale", "format", "layout",
-    "query", "lse", "softmax_scale",
+    "query", "lse", "softmax_scale", "state_indices", "free_slots", *STATES,
 )  # fmt: skip
 
 

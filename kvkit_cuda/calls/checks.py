@@ -117,6 +117,11 @@ def pool_append(values: Values, step: paged.PagedContexts | None) -> paged.PoolA
     return paged.checked_append(fill(arguments.PoolTransfer, given), step)
 
 
+def delta_step(values: Values, step: Packed | None) -> recurrent.DeltaCall:
+    """Check a call of `gated_delta_step` that a kernel runs."""
+    return recurrent.checked_delta(fill(arguments.DeltaArguments, values, one_token=True))
+
+
 def swap_blocks(values: Values, step: Packed | None) -> Moves:
     """Check a call of `swap_blocks`."""
     source, target = values["source"], values["target"]
@@ -312,9 +317,7 @@ CHECKED_BY_THE_CPU: dict[str, Callable[[Values], object]] = {
     "mla_expand": lambda values: latent.checked_expand(values["latent_output"], values["w_uv"]),
     "indexer_scores": lambda values: checked_scores(fill(arguments.IndexerArguments, values)),
     "topk_rows": lambda values: checked_choice(fill(arguments.ChoiceArguments, values)),
-    "gated_delta_step": lambda values: recurrent.checked_delta(
-        fill(arguments.DeltaArguments, values, one_token=True)
-    ),
+    "gated_delta_step": lambda values: delta_step(values, None),
     "gated_delta_rule": lambda values: recurrent.checked_prompt(
         fill(arguments.DeltaArguments, values), fill(arguments.PromptArguments, values)
     ),

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 
 from kvkit.checks.arguments import StepArguments
+from kvkit.checks.index_tensors import VALIDATES
 from kvkit.operators import OPERATORS
 from kvkit.operators.operator import IN_PYTHON
 from kvkit.runtime import call_log
+from kvkit_cuda import recurrent
 from kvkit_cuda.calls import arrays, checks, homes, latent, launches, prepared, results, steps
 from kvkit_cuda.calls.checks import fill
 from kvkit_cuda.device_runtime import host
@@ -79,6 +81,7 @@ MOVE, COPY = Kind(launches.move), Kind(launches.copy_blocks)
 ATTEND_TO_BLOCKS = Kind(launches.attend_to_blocks)
 ATTEND_TO_ROWS = Kind(latent.attend, ("query",), operand=latent.operand, host_only=latent.host_only)
 APPEND_ROWS = Kind(latent.append, host_only=lambda operands, values: ("latent", "rope"))
+STEP_STATES = Kind(recurrent.launches, ("q", "k", "v"))
 COMPUTED = Kind(latent.copy_computed, host_only=lambda operands, values: tuple(operands))
 
 KINDS: dict[checks.Check, Kind] = {  # by the check of an operator
@@ -89,7 +92,7 @@ KINDS: dict[checks.Check, Kind] = {  # by the check of an operator
     checks.paged_cache_load: MOVE, checks.block_copy: COPY, checks.block_attention: ATTEND_TO_BLOCKS,
     checks.pool_attention: ATTEND_TO_PAGES, checks.pool_append: APPEND_TO_PAGES, checks.swap_blocks: COPY,
     checks.latent_attention: ATTEND_TO_ROWS, checks.latent_append: APPEND_ROWS,
-    checks.nd_to_nz: MOVE, checks.nz_to_nd: MOVE,
+    checks.delta_step: STEP_STATES, checks.nd_to_nz: MOVE, checks.nz_to_nd: MOVE,
 }  # fmt: skip
 
 
@@ -136,6 +139,10 @@ def run(op, step, values, stream, repeatable=None):
     """Run an operator, with a step if it takes one; keep the prepared call if it is `repeatable`."""
     check = checks.CHECKED.get(op.name) or functools.partial(checks.compute_on_cpu, op)
     arrays_of, index = inputs(op.name)
+    if op.name == "gated_delta_step" and not VALIDATES:
+        seen = {name: arrays.operand(name, values[name], stream).seen for name in arrays_of}
+        if recurrent.is_ready(seen | {"gates": values["gates"]}):
+            check = checks.delta_step
     kind, out, sequences = KINDS.get(check, COMPUTED), values.get("out"), step and step.sequences
     if step is None:
         index = [*index, *(name for name in IN_PYTHON if name != "out" and name in values)]

@@ -256,9 +256,9 @@ def widen_floats(packed, cache_format, span):
 
 
 @functools.cache
-def read(element):
-    """Return f(address) -> the element as float32."""
-    load, (raw, decode) = memory.load(*access(element, 1)), DECODE[element]
+def read(element, invariant=True):
+    """Return f(address) -> the element as float32; the kernel writes no `invariant` memory."""
+    load, (raw, decode) = memory.load(*access(element, 1), invariant=invariant), DECODE[element]
 
     @shared
     def read(address):

@@ -211,6 +211,17 @@ MUTATIONS = {
         but(tables, block_tables=np.maximum(tables()["block_tables"], 0) * 4),
         but(rows, cachestarts=np.array([[7, 3], [2, 6]])),
     ],
+    "R1": [lambda: {"state_indices": np.array([3, 0, 3, -1, -1])}],
+    "R2": [
+        lambda: {"state_indices": np.array([3, 0]), "recurrent_state": np.zeros((3, 2, 4, 4), np.float32)},
+        lambda: {"state_indices": np.array([3, 0]), "free_slots": np.array([1, 0])},
+        lambda: {"state_indices": np.array([-2, 0]), "conv_states": np.zeros((3, 2, 4), np.float16)},
+    ],
+    "R3": [lambda: {"state_indices": np.array([3, -1, 0, -1])}],
+    "R4": [
+        lambda: {"ssm_state": np.array([[0, np.nan], [1, 2]], np.float32)},
+        lambda: {"recurrent_states": np.full((2, 1, 1), np.inf), "state_indices": np.array([1])},
+    ],
     "L1": [
         but(cache, layout="b h n c"), but(cache, layout="b n h c", num_blocks=11),
         lambda: {"cache.0": np.zeros((12, 2, 4, 2, 8)), "layout": "l | kv b n h c"},
@@ -264,7 +275,7 @@ def test_every_mutation_is_found(make):
     assert finding.where
     assert finding.message
     assert finding.hint.endswith(".")
-    assert finding.severity == ("warning" if rule in ("P6", "S4", "Q2", "Q5", "D2", "L2") else "error")
+    assert finding.severity == ("warning" if rule in ("P6", "S4", "R3", "Q2", "Q5", "D2", "L2") else "error")
 
 
 def test_padding_beside_the_first_slot_is_no_high_word():
@@ -394,7 +405,7 @@ def test_saved_layers(tmp_path):
     assert found.checked == ["Q1", "D1"]
     assert [each.where.partition("[")[0] for each in found] == [f"layers.0.{x}s.cells" for x in SIDES]
     nothing = check({"num_blocks": 8})
-    assert str(nothing).startswith("nothing was checked, because no rule has its inputs\n25 rules not")
+    assert str(nothing).startswith("nothing was checked, because no rule has its inputs\n29 rules not")
     npz.write(tmp_path / "nothing.npz", {"num_blocks": np.array(8)})
     assert kvkit("check", tmp_path / "nothing.npz")[0] == 2
 
