@@ -30,21 +30,55 @@ decay_of, error_of = recurrent.decay, recurrent.error
 float_of = numeric.float_of
 
 
-def step_kernel(data, state_format, out_format):
-    """Return the kernel for q, k, v, states and outputs of some formats."""
-    read, write = chunks.read(data), chunks.write(out_format)
-    load, store = chunks.read(state_format, invariant=False), chunks.write(state_format)
-    size, cell, out_size = (BY_NAME[name].bytes(1) for name in (data, state_format, out_format))
+def norm_factor(read, size):
+    """Return a device function that returns 1, or with `NORM` 1 / sqrt(sum of x^2 + eps), for a row."""
 
     @device.inlined
-    def factor_of(address, count, sizes):
-        """Return 1, or with `NORM` 1 / sqrt(sum of x^2 + eps)."""
+    def norm_factor(address, sizes):
         total = np.float32(0)
-        for c in range(count):
+        for c in range(sizes[DK]):
             x = read(address + c * size)
             total += x * x
         root = np.float32(math.sqrt(total + float_of(np.uint32(sizes[EPS]))))
         return np.float32(1) / root if sizes[NORM] else np.float32(1)
+
+    return norm_factor
+
+
+def readouts(read, load, write, bytes_of):
+    """Return a device function that writes o = scale S'q of all query heads of a state."""
+    size, cell, out_size = bytes_of
+    factor_of = norm_factor(read, size)
+
+    @device.inlined
+    def read_out(sizes, places, n, head, target, query):
+        dk, dv, shared_by = sizes[DK], sizes[DV], max(sizes[QUERIES] // sizes[HEADS], 1)
+        across, along = (dk * cell, cell) if sizes[TURNED] else (cell, dv * cell)
+        out = places[OUT, 0] + n * places[OUT, 1] + head * shared_by * places[OUT, 2]
+        for i in range(shared_by):
+            number = head * shared_by + i if shared_by > 1 else head * sizes[QUERIES] // sizes[HEADS]
+            q_at = places[Q, 0] + n * places[Q, 1] + number * places[Q, 2]
+            cuda.syncthreads()
+            for c in range(cuda.threadIdx.x, dk if target else 0, cuda.blockDim.x):
+                scale = factor_of(q_at, sizes) * float_of(np.uint32(sizes[SCALE]))
+                query[c] = read(q_at + c * size) * scale
+            cuda.syncthreads()
+            for j in range(cuda.threadIdx.x, dv, cuda.blockDim.x):
+                o = np.float32(0)
+                for c in range(dk if target else 0):  # a row of padding has no state
+                    o += load(target + j * across + c * along) * query[c]
+                write(out + i * places[OUT, 2] + j * out_size, o)
+
+    return read_out
+
+
+def step_kernel(data, state_format, out_format):
+    """Return the kernel for q, k, v, states and outputs of some formats."""
+    read, write = chunks.read(data), chunks.write(out_format)
+    load, store = chunks.read(state_format, invariant=False), chunks.write(state_format)
+    size, cell = BY_NAME[data].bytes(1), BY_NAME[state_format].bytes(1)
+    factor_of = norm_factor(read, size)
+    read_out = readouts(read, load, write, (size, cell, BY_NAME[out_format].bytes(1)))
 
     def step(sizes, places, reads, writes):
         n = cuda.blockIdx.x // sizes[HEADS]
@@ -52,19 +86,15 @@ def step_kernel(data, state_format, out_format):
         key = cuda.shared.array(MOST_DK, types.float32)
         decay = cuda.shared.array(MOST_DK, types.float32)
         query = cuda.shared.array(MOST_DK, types.float32)
-        shared_by = max(sizes[QUERIES] // sizes[HEADS], 1)
-        out = places[OUT, 0] + n * places[OUT, 1] + head * shared_by * places[OUT, 2]
         if writes[n] < 0:
-            for j in range(cuda.threadIdx.x, dv, cuda.blockDim.x):
-                for i in range(shared_by):
-                    write(out + i * places[OUT, 2] + j * out_size, np.float32(0))
+            read_out(sizes, places, n, head, 0, query)
             return
         k_at = places[K, 0] + n * places[K, 1] + head * sizes[KEYS] // sizes[HEADS] * places[K, 2]
         v_at = places[V, 0] + n * places[V, 1] + head * places[V, 2]
         source = places[STATE, 0] + reads[n] * places[STATE, 1] + head * places[STATE, 2]
         target = places[STATE, 0] + writes[n] * places[STATE, 1] + head * places[STATE, 2]
         g_at = places[G, 0] + 4 * (n * sizes[HEADS] + head) * sizes[CHANNELS]
-        factor = factor_of(k_at, dk, sizes)
+        factor = factor_of(k_at, sizes)
         for c in range(cuda.threadIdx.x, dk, cuda.blockDim.x):
             key[c] = read(k_at + c * size) * factor
             decay[c] = np.float32(1)
@@ -84,19 +114,7 @@ def step_kernel(data, state_format, out_format):
             for c in range(dk):
                 s = load(source + j * across + c * along) * decay[c] + key[c] * delta
                 store(target + j * across + c * along, s)
-        for i in range(shared_by):
-            number = head * shared_by + i if shared_by > 1 else head * sizes[QUERIES] // sizes[HEADS]
-            q_at = places[Q, 0] + n * places[Q, 1] + number * places[Q, 2]
-            scale = factor_of(q_at, dk, sizes) * float_of(np.uint32(sizes[SCALE]))
-            cuda.syncthreads()
-            for c in range(cuda.threadIdx.x, dk, cuda.blockDim.x):
-                query[c] = read(q_at + c * size) * scale
-            cuda.syncthreads()
-            for j in range(cuda.threadIdx.x, dv, cuda.blockDim.x):
-                o = np.float32(0)
-                for c in range(dk):
-                    o += load(target + j * across + c * along) * query[c]
-                write(out + i * places[OUT, 2] + j * out_size, o)
+        read_out(sizes, places, n, head, target, query)
 
     return step
 

@@ -135,14 +135,18 @@ def log(path, values):
         call_log.log_operator(path, values, lambda name, value: arrays.on_host(name, value, stream))
 
 
+def check_of(op, values, stream):
+    """Return the check of an operator: that of its kernels, or the computation on the CPU."""
+    if op.name == "gated_delta_step" and not VALIDATES:
+        seen = {name: arrays.operand(name, values[name], stream).seen for name in inputs(op.name)[0]}
+        if recurrent.is_ready(seen | {"gates": values["gates"]}):
+            return checks.delta_step
+    return checks.CHECKED.get(op.name) or functools.partial(checks.compute_on_cpu, op)
+
+
 def run(op, step, values, stream, repeatable=None):
     """Run an operator, with a step if it takes one; keep the prepared call if it is `repeatable`."""
-    check = checks.CHECKED.get(op.name) or functools.partial(checks.compute_on_cpu, op)
-    arrays_of, index = inputs(op.name)
-    if op.name == "gated_delta_step" and not VALIDATES:
-        seen = {name: arrays.operand(name, values[name], stream).seen for name in arrays_of}
-        if recurrent.is_ready(seen | {"gates": values["gates"]}):
-            check = checks.delta_step
+    check, (arrays_of, index) = check_of(op, values, stream), inputs(op.name)
     kind, out, sequences = KINDS.get(check, COMPUTED), values.get("out"), step and step.sequences
     if step is None:
         index = [*index, *(name for name in IN_PYTHON if name != "out" and name in values)]
@@ -160,10 +164,8 @@ def run(op, step, values, stream, repeatable=None):
     made, returned = [], changed if len(changed) > 1 else changed[0] if changed else ()
     if op.outputs:
         usual = sum(not each.only_with for each in op.outputs)
-        if kind is COMPUTED:
-            made, returned = results.computed(op.returned(values), call, values, source, stream)
-        else:
-            made, returned = results.outputs(call.results, usual, out, source, stream)
+        own = kind is COMPUTED and results.computed(op.returned(values), call, values, source, stream)
+        made, returned = own or results.outputs(call.results, usual, out, source, stream)
 
     # Copy those of the host to the device, and check the call with the copies.
     stays = {*kind.unused(call), *host_only, *(name for name in usable if usable[name].seen is None)}
@@ -175,9 +177,9 @@ def run(op, step, values, stream, repeatable=None):
     scale = usable["scale"].moved(stream) if "scale" in host_only else None
 
     ready = launches.DeviceCall(call, [copy.seen for copy in copies], step, stream, scale)
-    if kind is COMPUTED:
-        targets = [(array, there_before[name]) for name, array in call.changed.items()]
-        ready.changed.extend((array, target.seen) for array, target in targets if target.on_device)
+    for name, array in call.changed.items() if kind is COMPUTED else ():
+        if there_before[name].on_device:
+            ready.changed.append((array, there_before[name].seen))
     made_launches = kind.launches(ready)
     with prepared.RUNNING:
         for launch in made_launches:  # nothing was written before, and launches cannot fail

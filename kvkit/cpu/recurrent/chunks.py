@@ -42,10 +42,10 @@ get_double, put_double = memory.load(types.float64), memory.store(types.float64)
 ZERO, ONE = types.float32(0), types.float32(1)
 ROWS, BLOCK = products.ROWS, LANES  # rows of a product in registers; of a block of channels' decays
 FORGET = types.float64(-200)  # e^-200 is 0 in float32
-product4, product2, product1 = map(products.product, (4, 2, 1))
-weighted4, weighted2, weighted1 = (products.scaled_sum(vectors, False) for vectors in (4, 2, 1))
-errors4, errors2, errors1 = (products.scaled_sum(vectors, True) for vectors in (4, 2, 1))
-solution4, solution2, solution1 = map(products.solution, (4, 2, 1))
+product4, product1 = map(products.product, (4, 1))
+weighted4, weighted1 = (products.scaled_sum(vectors, False) for vectors in (4, 1))
+errors4, errors1 = (products.scaled_sum(vectors, True) for vectors in (4, 1))
+solution4, solution1 = map(products.solution, (4, 1))
 
 
 @helper
@@ -92,13 +92,11 @@ def multiply(target, pitch, a, a_pitch, right, right_pitch, size):
     j = 0
     while j < vectors:
         at = 4 * LANES * j
-        step = 4 if vectors - j >= 4 else 2 if vectors - j >= 2 else 1
+        step = 4 if vectors - j >= 4 else 1
         for i in range(0, rows, ROWS):
             to, left = target + i * pitch + at, a + i * a_pitch
             if step == 4:
                 product4(to, pitch, left, a_pitch, right + at, right_pitch, depth)
-            elif step == 2:
-                product2(to, pitch, left, a_pitch, right + at, right_pitch, depth)
             else:
                 product1(to, pitch, left, a_pitch, right + at, right_pitch, depth)
         j += step
@@ -110,13 +108,11 @@ def add_weighted(params, work, rows):
     pitch, square, j = params.v_pitch, params.c_pitch, 0
     while j < params.v_vectors:
         at, left = 4 * LANES * j, params.v_vectors - j
-        step = 4 if left >= 4 else 2 if left >= 2 else 1
+        step = 4 if left >= 4 else 1
         for i in range(0, rows, ROWS):
             to, a, factors = work.output + i * pitch + at, work.weights + i * square, work.decays + 4 * i
             if step == 4:
                 weighted4(to, pitch, a, square, work.d + at, pitch, i + ROWS, factors=factors)
-            elif step == 2:
-                weighted2(to, pitch, a, square, work.d + at, pitch, i + ROWS, factors=factors)
             else:
                 weighted1(to, pitch, a, square, work.d + at, pitch, i + ROWS, factors=factors)
         j += step
@@ -128,13 +124,11 @@ def add_errors(params, work, keys, state, rows):
     pitch, step_of_keys, j = params.v_pitch, params.k_pitch, 0
     while j < params.v_vectors:
         at, left = 4 * LANES * j, params.v_vectors - j
-        step = 4 if left >= 4 else 2 if left >= 2 else 1
+        step = 4 if left >= 4 else 1
         for i in range(0, params.k_vectors * LANES, ROWS):
             to, a, factors = state + i * pitch + at, keys + 4 * i, work.last + 4 * i
             if step == 4:
                 errors4(to, pitch, a, step_of_keys, work.d + at, pitch, rows, factors=factors)
-            elif step == 2:
-                errors2(to, pitch, a, step_of_keys, work.d + at, pitch, rows, factors=factors)
             else:
                 errors1(to, pitch, a, step_of_keys, work.d + at, pitch, rows, factors=factors)
         j += step
@@ -146,13 +140,11 @@ def solve(work, params, rows):
     j, pitch = 0, params.v_pitch
     while j < params.v_vectors:
         at, left = 4 * LANES * j, params.v_vectors - j
-        step = 4 if left >= 4 else 2 if left >= 2 else 1
+        step = 4 if left >= 4 else 1
         for i in range(0, rows, ROWS):
             solved, target, a = work.d + at, work.d + i * pitch + at, work.system + i * params.c_pitch
             if step == 4:
                 solution4(solved, target, pitch, a, params.c_pitch, i)
-            elif step == 2:
-                solution2(solved, target, pitch, a, params.c_pitch, i)
             else:
                 solution1(solved, target, pitch, a, params.c_pitch, i)
         j += step

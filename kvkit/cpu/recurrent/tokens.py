@@ -32,8 +32,8 @@ get_float, put_float = memory.load(types.float32), memory.store(types.float32)
 ONE, ZERO = types.float32(1), types.float32(0)
 SMALL_WORK = 2**18  # bytes of states below which one thread does it all
 GROUP, LINE = simd.GROUP, simd.LINE
-sums8, sums4, sums2, sums1 = map(simd.column_sums, (8, 4, 2, 1))
-update8, update4, update2, update1 = map(simd.column_update, (8, 4, 2, 1))
+sums8, sums4, sums1 = map(simd.column_sums, (8, 4, 1))
+update8, update4, update1 = map(simd.column_update, (8, 4, 1))
 
 
 @helper
@@ -107,13 +107,11 @@ def sum_columns(params, work, state, ahead):
     while j < params.v_vectors:
         at, left = 4 * LANES * j, params.v_vectors - j
         place, sk, sq, soon = state + at, work.sk + at, work.sq + at, ahead + at * rows
-        step = 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
+        step = 8 if left >= 8 else 4 if left >= 4 else 1
         if step == 8:
             sums8(place, pitch, rows, k, q, sk, sq, ahead=soon)
         elif step == 4:
             sums4(place, pitch, rows, k, q, sk, sq, ahead=soon)
-        elif step == 2:
-            sums2(place, pitch, rows, k, q, sk, sq, ahead=soon)
         else:
             sums1(place, pitch, rows, k, q, sk, sq, ahead=soon)
         j += step
@@ -126,14 +124,12 @@ def update_columns(params, work, state, ahead):
     k, decay = work.k, work.decay
     while j < params.v_vectors:
         at, left = 4 * LANES * j, params.v_vectors - j
-        step = 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
+        step = 8 if left >= 8 else 4 if left >= 4 else 1
         place, delta, soon = state + at, work.delta + at, ahead + at * rows + step // 2 * rows * LINE
         if step == 8:
             update8(place, pitch, rows, decay, k, delta, soon)
         elif step == 4:
             update4(place, pitch, rows, decay, k, delta, soon)
-        elif step == 2:
-            update2(place, pitch, rows, decay, k, delta, soon)
         else:
             update1(place, pitch, rows, decay, k, delta, soon)
         j += step

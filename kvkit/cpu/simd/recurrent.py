@@ -295,12 +295,3 @@ def normalize(b, x, eps, count):
     with loop(b, count) as i:
         place = offset(b, x, i, BYTES)
         write(b, place, floats(b, place) * factor)
-
-
-@micro_kernel
-def rank_update(b, state, decay, x, y, count):
-    """Write state * decay + x * y for `count` vectors; decay and x are float32 numbers, y is a vector."""
-    factor, number = broadcast(b, decay, LANES), broadcast(b, x, LANES)
-    with loop(b, count) as i:
-        place = offset(b, state, i, BYTES)
-        write(b, place, floats(b, place).fma(factor, floats(b, offset(b, y, i, BYTES)) * number))
