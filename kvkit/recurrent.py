@@ -24,11 +24,6 @@ from kvkit.checks.recurrent import (
 from kvkit.interop import returns_input_kind
 from kvkit.typed import Array, Pair
 
-__all__ = [
-    "causal_conv", "causal_conv_update", "delta_gates", "gated_delta_replay", "gated_delta_rule",
-    "gated_delta_step",
-]  # fmt: skip
-
 
 @returns_input_kind
 def gated_delta_step(

@@ -91,6 +91,11 @@ class StatePool:
         return dict(self._slots)
 
     @property
+    def free_slots(self) -> list[int]:
+        """Return the slots of nobody, as `kvkit.check` takes them beside ``state_indices``."""
+        return list(self._free)
+
+    @property
     def nbytes(self) -> int:
         """Return the size of all slots in bytes."""
         return sum(array.nbytes for layer in self.arrays for array in layer.values())
@@ -164,31 +169,6 @@ class StatePool:
         """Give back the slots of all checkpoints."""
         self._free += [slot for _, slot in self._checkpoints.values()]
         self._checkpoints = {}
-
-    def check(self, indices: ArrayLike) -> list[str]:
-        """Return what is wrong with a step's index tensor: slots twice, freed, outside, -1 in the middle."""
-        slots, problems = index("indices", indices), []
-        used = slots[slots >= 0]
-        for slot in sorted({int(slot) for slot in used if (used == slot).sum() > 1}):
-            problems.append(f"slot {slot} is named twice: two sequences would write one state")
-        owned = set(self._slots.values())
-        kept = {slot for _, slot in self._checkpoints.values()}
-        for slot in dict.fromkeys(used.tolist()):
-            if slot >= self.slots:
-                problems.append(f"slot {slot} is outside of {self.slots} slots")
-            elif slot in kept:
-                problems.append(f"slot {slot} is a checkpoint: a step would change it")
-            elif slot not in owned:
-                problems.append(f"slot {slot} belongs to no sequence: it was freed, or never allocated")
-        rows = np.flatnonzero(slots >= 0)
-        if len(rows) and (slots[: rows[-1]] < 0).any():
-            problems.append("-1 in the middle: rows of padding are usually behind all sequences")
-        for slot in sorted(owned & set(used.tolist())):
-            for i, layer in enumerate(self.arrays):
-                for name, array in layer.items():
-                    if not np.isfinite(array[slot].astype(np.float32)).all():
-                        problems.append(f"slot {slot}, layer {i}: {name} is not finite")
-        return problems
 
     def _known(self, seq: Hashable) -> Hashable:
         """Return a sequence; raise if the pool does not have it."""

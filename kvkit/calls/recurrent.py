@@ -38,7 +38,8 @@ def run_delta(
     call = with_gates(call)
     flat = output.reshape(-1, *output.shape[-2:])
     copied = not np.may_share_memory(flat, output) and output.size > 0  # axes of `out` that do not join
-    states = empty_states(call) if keep_states else None
+    kept = len(call.v), *call.state.shape[1:]
+    states = np.zeros(kept, call.state.dtype) if keep_states else None
     capsule = empty_capsule(call, capsule_rows) if capsule_rows else None
     longest = int((call.ends - call.begins).max(initial=0))
     if len(call.v) > int((call.ends - call.begins).sum()):
@@ -57,11 +58,6 @@ def run_delta(
 def is_falling(call: DeltaCall) -> bool:
     """Return whether no g is above 0, as chunks need: they divide decays by each other."""
     return call.g is None or not call.g.size or not float(call.g.max()) > 0
-
-
-def empty_states(call: DeltaCall) -> Array:
-    """Return memory for the state after each token, [tokens, heads, ..]; zeros without a token."""
-    return np.zeros((len(call.v), *call.state.shape[1:]), call.state.dtype)
 
 
 def empty_capsule(call: DeltaCall, rows: int) -> Array:

@@ -1,4 +1,4 @@
-"""Scalar formulas of recurrent states, written once for CPU and GPU: gates, errors and activations."""
+"""Scalar formulas of recurrent states, written once for CPU and GPU: gates, decays and errors."""
 
 import math
 
@@ -39,9 +39,3 @@ def decay(g):
 def error(v, product, beta, erase):
     """Return delta = beta v - erase S'k, the change that a token writes for its key."""
     return beta * v - erase * product
-
-
-@shared
-def silu(x):
-    """Return x sigmoid(x)."""
-    return x * sigmoid(x)

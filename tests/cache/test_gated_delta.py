@@ -278,20 +278,16 @@ def test_the_oldest_checkpoint_gives_way_to_a_sequence():
     pool.allocate("c"), pool.allocate("d")
 
 
-def test_what_is_wrong_with_indices_is_said():
+def test_check_finds_slots_of_nobody():
     pool = pool_of(6)
     a, b = pool.allocate("a"), pool.allocate("b")
-    kept = pool.checkpoint("a", [1])
     pool.free("b")
     pool.arrays[0]["recurrent"][a, 0, 0, 0] = np.nan
-    found = "\n".join(pool.check([a, -1, a, b, kept, 9]))
-    for text in (
-        f"slot {a} is named twice", f"slot {b} belongs to no sequence", f"slot {kept} is a checkpoint",
-        "slot 9 is outside of 6 slots", "-1 in the middle", f"slot {a}, layer 0: recurrent is not finite",
-    ):  # fmt: skip
-        assert text in found
-    pool.allocate("c")
-    assert pool.check([pool.sequences["c"], -1, -1]) == []
+    wrong = {"state_indices": np.array([a, -1, a, b]), "free_slots": np.array(pool.free_slots)}
+    found = kvkit.check(wrong | {"recurrent_state": pool.arrays[0]["recurrent"]})
+    assert found.rules == {"R1", "R2", "R3", "R4"}
+    right = {"state_indices": pool.indices(["a", None]), "free_slots": np.array(pool.free_slots)}
+    assert not kvkit.check(right).rules
 
 
 def test_steps_over_a_pool():
