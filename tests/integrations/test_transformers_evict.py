@@ -325,3 +325,28 @@ def test_padding_while_tokens_are_generated(model):
     cache = KvkitCache(model.config, "paged", evict=often, **PAGES)
     model.generate(IDS * PADDED, attention_mask=PADDED.long(), past_key_values=cache, max_new_tokens=12)
     assert (cache.cache.layers[0].positions >= 25).all()
+
+
+SHARED = {
+    "num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["full_attention"] * 4,
+    "laurel_rank": 4, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8,
+    "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 4, "intermediate_size": [64] * 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scorer", ["knorm", "snapkv(window=8)", "observed"])
+def test_layers_that_share_rows_read_the_prompt_before_it_is_evicted(scorer):
+    """The logits of the prompt are those of the whole cache, and later layers read what stays."""
+    torch.manual_seed(0)
+    config = transformers.Gemma3nTextConfig(**SIZES | SHARED)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    cache, whole = KvkitCache(config, evict=f"{scorer}@0.5"), KvkitCache(config)
+    with torch.inference_mode():
+        logits = [model(IDS, past_key_values=each).logits for each in (cache, whole)]
+        torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
+        assert cache.report.tokens[:2] == [20, 20]
+        for i in range(2):
+            whole.cache.layers[i].retain(cache.cache.layers[i].positions)
+        for token in ([[5], [6]], [[7], [8]]):
+            logits = [model(torch.tensor(token), past_key_values=each).logits for each in (cache, whole)]
+            torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)

@@ -151,6 +151,7 @@ class KvkitCache(Cache):
         self.report: Any = None
         self._reads_in_place: bool | None = None  # whether the model uses kvkit's attention; None before use
         self._stored: dict[int, pending.Stored] = {}  # the last update of each layer
+        self._readers: dict[int, int] = {}  # how many layers have not attended yet to the rows of each layer
         self.new_tokens = 1  # tokens of the present step, as `get_mask_sizes` was told
         super().__init__(layers=layers_of(self, cache, self.config))
 
@@ -224,6 +225,8 @@ class KvkitCache(Cache):
         if self._reads_in_place:
             if self.eviction is not None and not self.eviction.done and layer.window is None:
                 stored.after_attention = functools.partial(self._record_and_evict, layer_idx)
+                shared = sum(each.of == layer_idx for each in self.cache.layers)
+                self._readers[layer_idx] = shared + 1
                 stored.wants_weights = self.eviction.wants_weights
             self._stored[layer_idx] = stored
             pending.remember(layer_idx, stored)
@@ -242,11 +245,15 @@ class KvkitCache(Cache):
     def _record_and_evict(
         self, layer_idx: int, queries: np.ndarray, weights: np.ndarray | None, padding: np.ndarray | None
     ) -> None:
-        """Pass queries and weights to the eviction; evict after the last layer that can lose tokens."""
-        eviction = self.eviction
+        """Pass queries and weights to the eviction; evict after the last layer that reads what can go."""
+        eviction, shared = self.eviction, sum(each.of == layer_idx for each in self.cache.layers)
         if eviction is not None:
-            eviction.record(layer_idx, queries, weights)
-            if layer_idx == last_to_evict(self.cache.layers):
+            if self._readers.get(layer_idx, 0) > shared:  # the layer itself, before those that read its rows
+                eviction.record(layer_idx, queries, weights)
+            self._readers[layer_idx] = self._readers.get(layer_idx, 0) - 1
+            last = last_to_evict(self.cache.layers)
+            is_after_last = layer_idx >= last or (shared and self._readers.get(last, 0) <= 0)
+            if is_after_last and max(self._readers.values()) <= 0:  # every layer has read the rows
                 self.report = eviction.run(self.movable(), padding) or self.report
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
