@@ -1,17 +1,14 @@
 """KV-cache operators for numpy arrays, exact to their specifications.
 
     key_value_cache               append keys and values; return the whole context
-    multi_head_attention          attend with queries to keys and values
-    multi_head_cache_attention    append, and attend to the context in place
+    multi_head_attention, multi_head_cache_attention    attend to keys and values; to a cache, after an append
     merge_attention_states        merge attention over parts of a context
     Rope, rotary_position_embedding, alibi_slope, alibi_mask    encode positions
     paged_attention, paged_append, swap_blocks, paged_plan    work on engines' pools; plans are PagedPlan
     mla_attention, mla_append, mla_absorb, mla_expand, mla_scale    work on latent caches (MLA)
-    indexer_scores, topk_rows                             choose the rows that sparse attention reads
-    gated_delta_step, gated_delta_rule, gated_delta_replay    run the states of GDN and KDA layers
-    delta_gates, causal_conv, causal_conv_update          compute what goes into them
-
-Modules:
+    indexer_scores, topk_rows     choose the rows that sparse attention reads
+    gated_delta_step, gated_delta_rule, gated_delta_replay, delta_gates, causal_conv, causal_conv_update
+                                  compute the recurrent states of GDN and KDA layers
 
     dynamic_batching    the operators for packed sequences that share a cache
     ascend              Ascend's operators, for caches in blocks
