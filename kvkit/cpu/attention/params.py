@@ -14,7 +14,7 @@ from kvkit.runtime.jit import callback, helper
 
 WIDE_BLOCK = 128  # most tokens of a block
 # Entries after the lists of a block: row ids, of which 16 repeat the last one; both are whole vectors of 8.
-EXTRA_IDS, EXTRA_ADDRESSES = 24, 8
+EXTRA_IDS, EXTRA_ADDRESSES = 24, 16
 
 # Keys or values. The first eight fields are those of `checks.records.Side`. In a page, consecutive tokens are
 # `step` row ids apart, and the scales of `scale_tokens` tokens take half a cache line. `element` is the byte
@@ -43,7 +43,7 @@ ATTENTION_PARAMS = Record(
     "key_factors value_factors factor_sequence factor_head",
     "mask mask_kind mask_sequence mask_head mask_row mask_column mask_packed",
     "heads group scale_bytes orders rounds integers most_value pairs",
-    "heads_interleaved widens values_have_own_table",
+    "heads_interleaved widens values_have_own_table most_narrow least_in_tiles",
     "block wide_block run_block leads counting least_split most_splits",
     "long_run long_run_lead short_run scaled_run touched_run",
     "engines group_tiles groups_are_split split_tokens tile_groups work_items splits tiles products",
@@ -69,8 +69,8 @@ ADDRESS_OWNER = {
 }  # fmt: skip
 COUNTING = np.arange(WIDE_BLOCK + LANES)  # row ids of widened rows
 # A launch has one engine for tiles of each number of rows, and for some formats a second one for 32 rows.
-ENGINE_ROWS = (1, 2, 4, 8, WIDE)
-WIDE_ENGINE, SPECIAL_ENGINE = 4, 5
+ENGINE_ROWS = (1, 2, 4, 8, 16, WIDE)
+WIDE_ENGINE, SPECIAL_ENGINE = 5, 6
 
 # A work item, which attends to positions `first` to `end`, and the current block of its context. Row ids are
 # known for the block's `count` tokens and for those that are prefetched, `known` in all. Engines read rows
@@ -78,7 +78,7 @@ WIDE_ENGINE, SPECIAL_ENGINE = 4, 5
 BLOCK = Record(
     "workspace number sequence table_row seqlen kvlen query_rows",
     "rows tiles row head wide widens nan_safe together",
-    "first begin end size count known lead uneven scored values_in_keys",
+    "first begin end size count known lead value_lead uneven scored values_in_keys",
     "key_row_ids value_row_ids key_addresses value_addresses",
     "prefetch_in_scores prefetch_in_sums prefetch_shift prefetch_twice prefetch_scales touches_pages",
     "key_ids value_ids key_row value_row wide_keys wide_values weights",
@@ -118,7 +118,16 @@ def whole_tiles(count):
 @helper
 def kind_of(rows):
     """Return the index of a number of rows in `ENGINE_ROWS`."""
-    return 0 if rows == 1 else 1 if rows == 2 else 2 if rows == 4 else 3 if rows == 8 else WIDE_ENGINE
+    kind, kind_rows = 0, 1
+    while kind_rows < rows:
+        kind, kind_rows = kind + 1, 2 * kind_rows
+    return kind
+
+
+@helper
+def whole_steps(count):
+    """Round a number of tokens up to a multiple of 32, which products of tiles take at a time."""
+    return -(-count // 32) * 32
 
 
 @helper

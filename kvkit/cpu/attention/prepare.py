@@ -13,7 +13,15 @@ from kvkit.checks.values import packed_strides
 from kvkit.cpu import machine, prefetching
 from kvkit.cpu.attention import scheduler
 from kvkit.cpu.attention.biases import biases_code
-from kvkit.cpu.attention.engines import bfloat16_pairs, integers, narrow, wide, wide_integers, wide_tiles
+from kvkit.cpu.attention.engines import (
+    bfloat16_pairs,
+    integers,
+    narrow,
+    narrow_tiles,
+    wide,
+    wide_integers,
+    wide_tiles,
+)
 from kvkit.cpu.attention.epilogue import merge_code
 from kvkit.cpu.attention.key_weights import UNIT, key_tiles, weights_bytes, weights_code
 from kvkit.cpu.attention.params import (
@@ -31,12 +39,12 @@ from kvkit.cpu.attention.params import (
     TILE,
     WIDE_BLOCK,
 )
-from kvkit.cpu.attention.work_items import NARROW, TILES
+from kvkit.cpu.attention.work_items import TILES
 from kvkit.cpu.copy.rows import LOAD, READ, rows
 from kvkit.cpu.launches import Launch, Workspace, address, run_in_workspace
 from kvkit.cpu.simd import tile_products
 from kvkit.cpu.simd.attention import WIDE
-from kvkit.cpu.simd.chunks import LINE
+from kvkit.cpu.simd.chunks import LINE, NARROW
 from kvkit.cpu.simd.lanes import LANES
 from kvkit.formats.elements import BY_NAME, coarser
 
@@ -96,6 +104,7 @@ class Reading(NamedTuple):
     pairs: bool  # whether wide tiles use the engine of bfloat16 pairs: bfloat16 holds all keys and values
     width: int | None  # elements that integer products multiply at a time; None without them
     tiles: str | None  # what multiplies wide tiles, instead of pairs
+    narrow_tiles: str | None  # what multiplies tiles of 4, 8 and 16 query rows; None without them
 
 
 class Division(NamedTuple):
@@ -223,10 +232,13 @@ def reading(form):
         width = widths.pop() if len(widths) == 1 else None
     pairs = bool(decoder.to_bfloat16) if decoder else rounds or fits_bfloat16(form)
     pairs = pairs and form.data == "bfloat16" and form.pairs
+    in_tiles = pairs and not (widens or decoder)
+    in_tiles = in_tiles and narrow_tiles.fits(form.cache_formats, dims)
     whole = all(padded(dim) % tile_products.STEP == 0 for dim in dims)
     # Tiles would round code * scale to bfloat16, which is too coarse beside calls of few rows.
     fits = form.pairs and whole and (pairs or in_halves(form))
-    return Reading(rounds, exact, widens, pairs, width, form.tiles if fits else None)
+    large, few_rows = (form.tiles if allowed else None for allowed in (fits, in_tiles))
+    return Reading(rounds, exact, widens, pairs, width, large, few_rows)
 
 
 def as_is(form, i, element="bfloat16"):
@@ -293,6 +305,8 @@ def fixed_fields(form, distances):
         "scaled_run": prefetching.ALWAYS if form.interleaved else distances.scaled_run,
         "widens": read.widens, "rounds": read.rounds, "integers": read.width is not None,
         "pairs": read.pairs or read.tiles is not None,
+        "most_narrow": most_narrow(form),
+        "least_in_tiles": narrow_tiles.ROWS[0] if read.narrow_tiles else prefetching.NEVER,
         "most_value": MOST_VALUE.get(form.data, 0),
         "keys.dim": form.dim, "keys.padded_dim": padded(form.dim),
         "values.dim": form.value_dim, "values.padded_dim": padded(form.value_dim),
@@ -307,8 +321,8 @@ def lead_tokens(form, tile_rows, block, distances):
     """Return how many tokens before its product a tile of `tile_rows` rows prefetches a row of the cache."""
     if form.decoder or reading(form).widens or tile_rows == WIDE:
         return 0
-    if form.interleaved:
-        return block
+    if form.interleaved or (reading(form).narrow_tiles and tile_rows in narrow_tiles.ROWS):
+        return block  # all steps of a block prefetch rows of the next one
     distance = distances.of_rows(tile_rows)
     return min(max(distance.bytes // max(*side_bytes(form), 1), LEAST_LEAD), distance.tokens)
 
@@ -346,17 +360,17 @@ def rows_to_bfloat16(form):
 
 def workspace_fields(form, block, lead):
     """Return byte offsets of a worker's buffers, and the sizes of its workspace and of a split's state."""
-    dim, value_dim = padded(form.dim), padded(form.value_dim)
-    narrow_rows = NARROW * (form.heads if form.interleaved else 1)
-    rows, tiles = max(narrow_rows, TILES * WIDE), max(narrow_rows // NARROW, TILES)
-    read = reading(form)
+    dim, value_dim, read = padded(form.dim), padded(form.value_dim), reading(form)
+    together = form.heads if form.interleaved else 1
+    narrow_rows = most_narrow(form) * together
+    rows, tiles = max(narrow_rows, TILES * WIDE), max(together, TILES)
     query_bytes = 5 * dim + 64 if read.width else 4 * dim if read.tiles else 2 * dim if read.pairs else 0
     ids = RUN_TOKENS + max(lead, LONG_RUN_AHEAD // UNAIDED_ROW) + EXTRA_IDS
-    addresses = max(RUN_TOKENS, block * narrow_rows // NARROW) + EXTRA_ADDRESSES
+    addresses = max(RUN_TOKENS, block * together) + EXTRA_ADDRESSES
     sizes = {  # row ids and addresses: of keys, then of values
         "block": BLOCK.dtype.itemsize, "tiles": tiles * TILE.dtype.itemsize, "number": 4,
         "row_ids": 16 * (ids + addresses),
-        "scores": 4 * max(2 * WIDE * (WIDE_BLOCK + LANES), narrow_rows * block),
+        "scores": 4 * max(2 * WIDE * (WIDE_BLOCK + LANES), narrow_rows * max(block, 32)),
         "alpha": 8 * rows + 8 * WIDE, "m": 8 * rows, "l": 8 * rows,  # narrow tiles have at least 16 lanes
         "queries": 4 * rows * dim, "engine_queries": rows * query_bytes, "o": 4 * rows * value_dim,
         "wide_keys": 4 * WIDE_BLOCK * dim, "wide_values": 4 * WIDE_BLOCK * value_dim,
@@ -369,6 +383,11 @@ def workspace_fields(form, block, lead):
         "workspace_bytes": end, "engine_query_bytes": query_bytes,
         "tile_state_bytes": max(narrow_rows, WIDE) * 4 * (value_dim + 3),
     }  # fmt: skip
+
+
+def most_narrow(form):
+    """Return the most query rows of a narrow tile."""
+    return narrow_tiles.ROWS[-1] if reading(form).narrow_tiles else NARROW
 
 
 def padded(dim):
@@ -447,6 +466,8 @@ def engine(form, tile_rows, near):
         return wide.engine()
     if form.decoder and form.decoder.engine:
         return form.decoder.engine(tile_rows)
+    if read.narrow_tiles and tile_rows in narrow_tiles.ROWS:
+        return narrow_tiles.engine(tile_rows, read.narrow_tiles == machine.MEMORY)
     if read.width:
         return integers.engine(tile_rows, near, form.cache_formats, (*scales, read.width))
     if read.widens:

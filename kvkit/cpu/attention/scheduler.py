@@ -24,7 +24,6 @@ from kvkit.cpu.attention.walk import (
     set_up_tiles,
 )
 from kvkit.cpu.attention.work_items import (
-    NARROW,
     TILES,
     WIDE,
     groups_and_splits,
@@ -44,7 +43,7 @@ count_up, block_memory = memory.count_up, memory.scratch(BLOCK.dtype.itemsize)
 def schedule(worker, params_address):
     """Write the kinds of tiles, the length of splits and the number of work items into the params.
 
-    `params.tiles` is the sum of the kinds of tiles, which are their numbers of rows: 1, 2, 4, 8 or `WIDE`.
+    `params.tiles` is the sum of the kinds of tiles, their numbers of rows: 1, 2, 4, 8, 16 or `WIDE`.
     """
     params, block = params_at(params_address), block_at(block_memory())
     wide_tiles = most_tiles = shortest_items = np.int64(0)  # all; of a head; with splits as short as allowed
@@ -53,7 +52,7 @@ def schedule(worker, params_address):
     for b in range(params.batch):
         set_sequence(params, block, b)
         params.products += block.query_rows * block.kvlen * params.heads
-        if block.query_rows > NARROW:
+        if block.query_rows > params.most_narrow:
             first, end = visible_to_any(params, block)
             tiles = -(-block.query_rows // WIDE)
             params.tiles |= WIDE
@@ -72,7 +71,7 @@ def schedule(worker, params_address):
     params.split_tokens = 2**62
     for b in range(params.batch):
         set_sequence(params, block, b)
-        if block.query_rows and (block.query_rows <= NARROW or params.groups_are_split):
+        if block.query_rows and (block.query_rows <= params.most_narrow or params.groups_are_split):
             first, end = visible_to_any(params, block)
             tokens += (end - first) * groups_and_splits(params, block)[0]
     equal_share = -(-tokens // params.most_splits)

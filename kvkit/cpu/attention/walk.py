@@ -25,6 +25,7 @@ from kvkit.cpu.attention.params import (
     kind_of,
     rows_computed,
     tile_at,
+    whole_steps,
 )
 from kvkit.cpu.attention.work_items import WIDE
 from kvkit.cpu.copy.rows import call_rows
@@ -113,6 +114,7 @@ def set_up_block(params, block):
     block.together = 1 if block.widens else block.tiles  # tiles that do each step of a block together
     run_bytes = min(block.end - block.first, params.page_size) * keys.bytes  # of adjacent rows, at most
     long_run = block.rows == 1 and not block.widens and run_bytes >= params.long_run
+    in_tiles = params.least_in_tiles <= block.rows < WIDE
     block.size = params.wide_block if block.wide else params.run_block if long_run else params.block
     block.lead = params.long_run_lead if long_run else get(params.leads + 8 * kind_of(block.rows))
     block.prefetch_twice = run_bytes <= params.short_run
@@ -133,7 +135,7 @@ def set_up_block(params, block):
         block.key_ids, block.value_ids = block.key_row_ids, block.value_row_ids
         block.key_row, block.value_row = keys.row, values.row
     block.values_in_keys = values_lie_in_keys(params)
-    set_up_prefetches(params, block, long_run)
+    set_up_prefetches(params, block, long_run, in_tiles)
 
 
 @helper
@@ -160,19 +162,21 @@ def values_lie_in_keys(params):
 
 
 @helper
-def set_up_prefetches(params, block, long_run):
+def set_up_prefetches(params, block, long_run, in_tiles):
     """Set the lists of addresses that engines prefetch while they compute scores and sums; 0 is no list.
 
     Scores prefetch the keys of rows `lead` tokens further on, and sums the values. Values with the row ids of
     the keys need no list: they lie `prefetch_shift` bytes from the keys. If heads are interleaved, scores
-    prefetch the values of the block itself, and sums the keys of the next block.
+    prefetch the values of the block itself, and sums the keys of the next block; over tiles (AMX), both
+    prefetch rows of the next block.
     """
     keys, values = params.keys, params.values
     block.prefetch_in_scores = block.prefetch_in_sums = block.key_addresses
     block.prefetch_shift = values.address - keys.address
-    if params.heads_interleaved:
-        block.prefetch_in_scores, block.prefetch_shift = block.value_addresses, 0
-    elif params.values_have_own_table:
+    block.value_lead = block.lead
+    if params.heads_interleaved and not in_tiles:
+        block.prefetch_in_scores, block.prefetch_shift, block.value_lead = block.value_addresses, 0, 0
+    elif params.heads_interleaved or params.values_have_own_table:
         block.prefetch_in_sums, block.prefetch_shift = block.value_addresses, 0
     if long_run and not block.lead:  # the processor prefetches by itself
         block.prefetch_in_scores = block.prefetch_in_sums = 0
@@ -185,7 +189,8 @@ def set_up_prefetches(params, block, long_run):
 def set_up_tiles(params, block):
     """Set the query rows, the key head and the buffers of each tile."""
     at, offsets, rows, lanes = block.workspace, params.workspace, block.rows, max(block.rows, LANES)
-    dim, value_dim, score_bytes = params.keys.padded_dim, params.values.padded_dim, 4 * rows * block.size
+    dim, value_dim = params.keys.padded_dim, params.values.padded_dim
+    score_bytes = 4 * rows * whole_steps(block.size)
     for t in range(block.tiles):
         tile = tile_of(params, block, t)
         tile.index, tile.head, tile.first = t, block.head, block.row + t * rows
@@ -206,7 +211,7 @@ def set_up_tiles(params, block):
         tile.queries = at + offsets.queries + 4 * t * rows * dim
         tile.engine_queries = at + offsets.engine_queries + t * rows * params.engine_query_bytes
         buffers = 2 if block.wide else block.together  # engines may score the next wide tile early
-        tile.scores = at + offsets.scores + t % buffers * (-(-score_bytes // 64) * 64)
+        tile.scores = at + offsets.scores + t % buffers * score_bytes
         tile.alpha = at + offsets.alpha + 4 * lanes * (t % block.together)
         tile.m, tile.l = at + offsets.m + 4 * lanes * t, at + offsets.l + 4 * lanes * t
         tile.o = at + offsets.o + 4 * t * rows * value_dim
@@ -292,10 +297,9 @@ def find_block(params, block):
     if block.lead:
         lead = 8 * block.lead
         find_addresses(block, keys, block.key_row_ids + lead, block.key_addresses)
-        if params.heads_interleaved:
-            find_addresses(block, values, block.value_row_ids, block.value_addresses)
-        elif params.values_have_own_table:
-            find_addresses(block, values, block.value_row_ids + lead, block.value_addresses)
+        if params.heads_interleaved or params.values_have_own_table:
+            value_row_ids = block.value_row_ids + 8 * block.value_lead
+            find_addresses(block, values, value_row_ids, block.value_addresses)
         if block.touches_pages:
             touch_pages(params, block, keys)
             touch_pages(params, block, values)

@@ -5,9 +5,9 @@
     tile groups                  [tiles 0, 1, 2] [tiles 3, 4, 5] ..                   up to `group_tiles`
     splits of the context        [positions 0..511] [positions 512..1023] ..          of `split_tokens`
 
-A work item is one tile group with one split. Up to 8 query rows are one narrow tile, which is a group by
-itself; if heads are interleaved, the narrow tiles of all heads are a group. `params.group` is the number of
-query heads that share a key head.
+A work item is one tile group with one split. Up to 8 query rows, or 16 of bfloat16 on processors with tiles
+(AMX), are one narrow tile, which is a group by itself; if heads are interleaved, the narrow tiles of all
+heads are a group. `params.group` is the number of query heads that share a key head.
 """
 
 from numba import types
@@ -15,7 +15,6 @@ from numba import types
 from kvkit.cpu import memory
 from kvkit.cpu.attention.online_softmax import visible
 from kvkit.cpu.simd.attention import WIDE
-from kvkit.cpu.simd.chunks import NARROW
 from kvkit.runtime.jit import helper
 
 TILES = 8  # most wide tiles in a group
@@ -24,8 +23,11 @@ get = memory.load(types.int64)
 
 @helper
 def narrow_rows(count):
-    """Round a number of query rows up to the rows of a narrow tile: 1, 2, 4 or 8."""
-    return 1 if count <= 1 else (2 if count == 2 else (4 if count <= 4 else 8))
+    """Round a number of query rows up to the rows of a narrow tile: 1, 2, 4, 8 or 16."""
+    rows = 1
+    while rows < count:
+        rows *= 2
+    return rows
 
 
 @helper
@@ -56,8 +58,8 @@ def groups_and_splits(params, block):
     """Return (tile groups, splits of a group) of a sequence."""
     if block.query_rows == 0:
         return 0, 1
-    groups = 1 if params.heads_interleaved and block.query_rows <= NARROW else params.heads
-    if block.query_rows > NARROW:
+    groups = 1 if params.heads_interleaved and block.query_rows <= params.most_narrow else params.heads
+    if block.query_rows > params.most_narrow:
         groups *= -(-block.query_rows // (WIDE * params.group_tiles))
         if not params.groups_are_split:
             return groups, 1
@@ -68,7 +70,7 @@ def groups_and_splits(params, block):
 @helper
 def set_tile_group(params, block, group):
     """Set the rows of a tile, the tiles, the first query row and the first key head of a tile group."""
-    if block.query_rows > NARROW:
+    if block.query_rows > params.most_narrow:
         most = WIDE * params.group_tiles
         groups = -(-block.query_rows // most)  # of a head
         block.row = (groups - 1 - group % groups) * most  # the last rows, which see most positions, first

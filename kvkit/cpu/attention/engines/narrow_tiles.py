@@ -1,0 +1,116 @@
+"""The narrow engine on processors with tiles (AMX): 4, 8 or 16 query rows over bfloat16, read where it lies.
+
+    S = scale K Q^T                    [tokens, rows], queries [dim / 2, rows, 2]
+    P = exp(S - m), O = O alpha + P V  [rows, dim]
+
+Tiles of keys are loaded from the cache where the rows of 16 tokens have one stride; others, as of short pages
+and at the end of a context, are copied first. So no byte is read that is not in a row of the context.
+"""
+
+import functools
+
+from kvkit.cpu.attention.params import block_at, params_at, prefetched, step_code, tile_at
+from kvkit.cpu.simd import narrow_tiles
+from kvkit.cpu.simd.tile_products import STEP
+
+ROWS = 4, 8, 16  # query rows of a tile
+CHUNK = 4096  # values that are interleaved, then multiplied, at a time: they stay in the L1 cache
+
+
+def fits(stored, dims):
+    """Return whether the engine can read rows of these formats and sizes."""
+    return stored == ("bfloat16", "bfloat16") and all(dim % STEP == 0 for dim in dims)
+
+
+@functools.cache
+def open_and_pair(rows, in_memory):
+    """Compile the conversion of queries to pairs of bfloat16; it opens the thread's tiles."""
+    kernels = narrow_tiles.kernels(rows, in_memory)
+    open_tiles, pair = kernels.open, kernels.pair_queries
+
+    def queries(params_address, block_address, tile_address):
+        params, tile = params_at(params_address), tile_at(tile_address)
+        if not tile.index:
+            open_tiles()
+        pair(tile.queries, params.keys.padded_dim, tile.engine_queries)
+
+    return step_code(queries, ("queries", rows, in_memory))
+
+
+@functools.cache
+def scores(rows, in_memory):
+    """Compile S = scale K Q^T."""
+    kernels = narrow_tiles.kernels(rows, in_memory)
+    multiply, open_tiles, close_tiles = kernels.scores, kernels.open, kernels.close
+
+    def scores(params_address, block_address, tile_address):
+        params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
+        if block.nan_safe:  # a work item runs again after its end
+            open_tiles()
+        multiply(
+            queries=tile.engine_queries, keys=tile.keys, key_row=block.key_row, step=params.keys.step,
+            row_ids=block.key_ids, ahead=prefetched(block.prefetch_in_scores, block, tile),
+            count=tile.count, dim=params.keys.padded_dim,
+            space=block.wide_keys, scale=tile.factor, target=tile.scores,
+        )  # fmt: skip
+        if block.nan_safe:
+            close_tiles()
+
+    return step_code(scores, ("scores", rows, in_memory))
+
+
+@functools.cache
+def sums(rows, in_memory):
+    """Compile the softmax and O = O alpha + P V."""
+    kernels = narrow_tiles.kernels(rows, in_memory)
+    softmax, interleave, add = kernels.softmax, kernels.pair_values, kernels.sums
+
+    def sums(params_address, block_address, tile_address):
+        params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
+        weights, dim = block.workspace + params.workspace.lines, params.values.padded_dim
+        keys, own = prefetched(block.prefetch_in_scores, block, tile), 2 * dim * block.values_in_keys
+        softmax(
+            scores=tile.scores, count=tile.count, m_at=tile.m, l_at=tile.l, sums=tile.o, dim=dim,
+            target=weights, ahead=keys, shift=own, size=2 * params.keys.padded_dim - own,
+        )  # fmt: skip
+        values, most = prefetched(block.prefetch_in_sums, block, tile), CHUNK // STEP
+        tokens = STEP
+        if dim > most:  # long rows: few elements of many tokens, so that O is read and written once
+            tokens, most = 2 * STEP, most // 2
+        begin = 0
+        while begin < tile.count:
+            count, first = min(tile.count - begin, tokens), 0
+            while first < dim:
+                size, shift = min(dim - first, most), block.prefetch_shift + 2 * first
+                interleave(
+                    values=tile.values + 2 * first, value_row=block.value_row,
+                    row_ids=block.value_ids + 8 * begin, ahead=values + 8 * begin, shift=shift, count=count,
+                    dim=size, target=block.wide_values,
+                )  # fmt: skip
+                add(
+                    weights=weights + 2 * rows * begin, count=count, pairs=block.wide_values, dim=size,
+                    target=tile.o + 4 * first, row=4 * dim, ahead=0 if own else values + 8 * begin,
+                    shift=shift,
+                )  # fmt: skip
+                first += size
+            begin += tokens
+
+    return step_code(sums, ("sums", rows, in_memory))
+
+
+@functools.cache
+def finish(rows, in_memory):
+    """Compile the end of a work item, where the thread's tiles are released."""
+    close_tiles = narrow_tiles.kernels(rows, in_memory).close
+
+    def finish(params_address, block_address, _):
+        close_tiles()
+
+    return step_code(finish, ("finish", rows, in_memory))
+
+
+def engine(rows, in_memory):
+    """Return the engine of tiles of 4, 8 or 16 query rows, by the processor's instructions or `in_memory`."""
+    steps = {"queries": open_and_pair, "scores": scores, "sums": sums, "finish": finish}
+    codes = {name: step(rows, in_memory).address for name, step in steps.items()}
+    return codes | {"softmax": True, "scales_scores": True, "interleaves": True}

@@ -1,0 +1,306 @@
+"""Products and softmax of 4, 8 or 16 query rows over bfloat16 by tiles (AMX); keys are read where they lie.
+
+    S = scale K Q^T            [16 tokens, rows]      A: rows of keys, B: pairs of query elements
+    m' = max(m, max S)         P = e^(S - m')         [rows, 32 tokens], transposed in registers
+    O = O e^(m - m') + P V     [rows, 16 elements]    A: weights, B: values of two tokens, interleaved
+
+An old m stays until a new one is LAZY larger, in powers of 2, so that O is rarely rescaled. Elements of O lie
+in the order of `pairs.interleave`. Of eight tiles, 0 has scores, 1 queries, 2 keys or values, 3 weights, and
+4 to 7 have O; all but tile 2 have a side of `rows`.
+
+Memory is busy all the time only if prefetches are spread over all steps: of 16
+later rows scores prefetch 8 keys, softmax the others; `pair_values` 8 values, and sums the others.
+"""
+
+import functools
+from types import SimpleNamespace
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from kvkit.cpu.simd import lanes
+from kvkit.cpu.simd.attention import LOWEST, transposed_vectors
+from kvkit.cpu.simd.chunks import LINE, for_chunks
+from kvkit.cpu.simd.lanes import (
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    LANES,
+    Lanes,
+    StackSlots,
+    loop,
+    micro_kernel,
+    read,
+    write,
+)
+from kvkit.cpu.simd.pairs import Bfloat, interleave
+from kvkit.cpu.simd.tile_products import LAZY, LN2, LOG2E, STEP, power_of_two
+from kvkit.cpu.simd.tiles import ROW, ROWS, Shape, Tiles
+
+HALF = ROWS // 2  # of 16 tokens, for a step to prefetch
+SCORES, QUERIES, OPERAND, WEIGHTS, SUMS = range(5)  # tiles; SUMS is the first of four
+ROUNDED = ir.VectorType(Bfloat(), LANES)
+
+
+def shape_for(rows):
+    """Return the shape of the tiles for a number of query rows."""
+    return Shape((ROWS, ROWS, ROWS, *[rows] * 5), (4 * rows, 4 * rows, *[ROW] * 6))
+
+
+@functools.cache
+def kernels(rows, in_memory):
+    """Return the micro-kernels for 4, 8 or 16 query rows, by name."""
+    steps = arrangement(rows), *products(rows, in_memory), softmax(rows), pair_values, *state(rows, in_memory)
+    names = "pair_queries", "scores", "sums", "softmax", "pair_values", "open", "close"
+    return SimpleNamespace(**dict(zip(names, steps, strict=True)))
+
+
+def state(rows, in_memory):
+    """Return the micro-kernels that open and close the thread's tiles."""
+
+    @micro_kernel
+    def open_tiles(b):
+        Tiles(b, shape_for(rows), in_memory).open()
+
+    @micro_kernel
+    def close_tiles(b):
+        Tiles(b, shape_for(rows), in_memory).close()
+
+    return open_tiles, close_tiles
+
+
+def arrangement(rows):
+    """Return the micro-kernel that arranges queries."""
+
+    @micro_kernel
+    def pair_queries(b, source, dim, target):
+        """Convert queries [dim / 16, row, 16] of float32 to pairs of bfloat16 [dim / 2, row, 2], exactly."""
+        with loop(b, dim, STEP) as i:
+            at, to = (b.add(base, b.mul(i, I64(size * rows))) for base, size in ((source, 4), (target, 2)))
+            words = []
+            for r in range(rows):
+                halves = [read(b, b.add(at, I64(64 * (half * rows + r))), F32, LANES) for half in range(2)]
+                words.append(lanes.concatenate([rounded(x) for x in halves]).as_bits())
+            words += [words[0].full(0)] * (LANES - rows)
+            for k, vector in enumerate(transposed_vectors(words)):
+                write(b, b.add(to, I64(4 * rows * k)), vector.pick(range(rows)))
+
+    return pair_queries
+
+
+def products(rows, in_memory):
+    """Return the micro-kernels of S = scale K Q^T and of O = O + P V."""
+
+    @micro_kernel
+    def scores(b, queries, keys, key_row, step, row_ids, ahead, count, dim, space, scale, target):
+        """Compute S [token, row] of `count` tokens, up to whole 16.
+
+        16 rows whose ids are `step` apart are read where they lie, others are copied to `space` first.
+        `ahead` lists addresses of rows, of which the first 8 of each 16 are prefetched.
+        """
+        tiles = Tiles(b, shape_for(rows), in_memory)
+        with loop(b, count, ROWS) as t:
+            ids, later = b.add(row_ids, b.mul(t, I64(8))), b.add(ahead, b.mul(t, I64(8)))
+            copy = b.add(space, b.mul(t, b.mul(dim, I64(2))))
+            at, stride = rows_in_place(b, keys, key_row, step, ids, dim, copy)
+            tiles.zero(SCORES)
+
+            def add(first, vectors):
+                """Add the products of elements from `first` on: a step takes two vectors."""
+                offset, query = b.mul(first, I64(2)), b.add(queries, b.mul(first, I64(2 * rows)))
+                steps = vectors // 2
+
+                for i in range(steps):
+                    tiles.load(OPERAND, b.add(b.add(at, offset), I64(ROW * i)), stride)
+                    tiles.load(QUERIES, b.add(query, I64(ROW * rows * i)), 4 * rows)
+                    tiles.multiply(SCORES, OPERAND, QUERIES)
+                    for k in range(HALF * i // steps, HALF * (i + 1) // steps):
+                        line = b.add(lanes.row_id_at(b, later, I64(k)), offset)
+                        for j in range(steps):
+                            lanes.prefetch(b, b.add(line, I64(LINE * j)))
+
+            for_chunks(b, dim, (8, 4, 2), add)
+            tiles.store(SCORES, b.add(target, b.mul(t, I64(4 * rows))), 4 * rows)
+        factor = lanes.broadcast(b, scale, LANES)
+        with loop(b, count, ROWS) as t:
+            for i in range(rows):
+                at = b.add(b.add(target, b.mul(t, I64(4 * rows))), I64(64 * i))
+                write(b, at, read(b, at, F32, LANES) * factor)
+
+    @micro_kernel
+    def sums(b, weights, count, pairs, dim, target, row, ahead, shift):
+        """Compute O += P V of `count` tokens, up to whole 32, in `dim` elements; a row of O has `row` bytes.
+
+        Values are those of `pair_values`. The first 8 of each 16 rows `ahead` are prefetched, as there.
+        """
+        tiles = Tiles(b, shape_for(rows), in_memory)
+        block, listed = b.mul(dim, I64(2 * STEP)), b.icmp_signed("!=", ahead, I64(0))
+
+        def add(first, vectors):
+            places = [b.add(target, b.add(b.mul(first, I64(4)), I64(64 * c))) for c in range(vectors)]
+            for c, place in enumerate(places):
+                tiles.load(SUMS + c, place, row)
+            with loop(b, count, STEP) as t:
+                value = b.add(b.mul(b.lshr(t, I64(5)), block), b.mul(first, I64(2 * STEP)))
+                value = b.add(pairs, value)
+                tiles.load(WEIGHTS, b.add(weights, b.mul(t, I64(2 * rows))), ROW)
+                for c in range(vectors):
+                    tiles.load(OPERAND, b.add(value, I64(1024 * c)), ROW)
+                    tiles.multiply(SUMS + c, WEIGHTS, OPERAND)
+                    with b.if_then(listed):
+                        for k in range(ROWS * c // vectors, ROWS * (c + 1) // vectors):
+                            token = b.add(t, I64(k // HALF * ROWS + k % HALF))
+                            later = lanes.row_id_at(b, ahead, token)
+                            later = b.add(b.add(later, shift), b.mul(first, I64(2)))
+                            for line in range(0, 2 * LANES * vectors, LINE):
+                                lanes.prefetch(b, b.add(later, I64(line)))
+            for c, place in enumerate(places):
+                tiles.store(SUMS + c, place, row)
+
+        for_chunks(b, dim, (4, 2), add)
+
+    return scores, sums
+
+
+def rows_in_place(b, keys, key_row, step, row_ids, dim, copy):
+    """Return the address and the stride of 16 rows of keys, after copying them if their ids are irregular."""
+    first, regular = lanes.row_id_at(b, row_ids, I64(0)), I8(-1)
+    for half in range(2):
+        found = read(b, b.add(row_ids, I64(64 * half)), I64, 8)
+        steps = lanes.fill(b, step, 8).apply("mul", [8 * half + i for i in range(8)])
+        same = b.icmp_signed("==", found.value, lanes.fill(b, first, 8).plus(steps).value)
+        regular = b.and_(regular, b.bitcast(same, I8))
+    place = cgutils.alloca_once_value(b, b.add(keys, b.mul(first, key_row)))
+    stride = cgutils.alloca_once_value(b, b.mul(step, key_row))
+    with b.if_then(b.icmp_signed("!=", regular, I8(-1))):
+        size = b.mul(dim, I64(2))
+        with loop(b, I64(ROWS)) as k:
+            source = b.add(keys, b.mul(lanes.row_id_at(b, row_ids, k), key_row))
+            to = b.add(copy, b.mul(k, size))
+            with loop(b, size, LINE) as i:
+                write(b, b.add(to, i), read(b, b.add(source, i), I32, LANES))
+        b.store(copy, place)
+        b.store(size, stride)
+    return b.load(place), b.load(stride)
+
+
+def softmax(rows):
+    """Return the micro-kernel of the softmax."""
+
+    @micro_kernel
+    def softmax(b, scores, count, m_at, l_at, sums, dim, target, ahead, shift, size):
+        """Write P as [tokens / 32][row, 32 tokens] of bfloat16; update m and l, and O if m grew much.
+
+        Scores are [token, row], and become -inf after `count` tokens up to whole 32. A vector has the scores
+        of 16 / rows tokens; m and l have 16 lanes. The last 8 of each 16 rows at the addresses `ahead` are
+        prefetched, `size` bytes from byte `shift` on.
+        """
+        whole = b.and_(b.add(count, I64(STEP - 1)), I64(-STEP))
+        unseen = Lanes(b, ir.Constant(ir.VectorType(F32, rows), [float("-inf")] * rows))
+        with loop(b, b.sub(whole, count)) as t:
+            write(b, b.add(scores, b.mul(b.add(count, t), I64(4 * rows))), unseen)
+        old = read(b, m_at, F32, LANES)
+        new, grown = new_maximum(b, scores, whole, old)
+        base = new.max(LOWEST)
+        with b.if_then(b.icmp_unsigned("!=", b.bitcast(grown, I16), I16(0))):
+            alpha = power_of_two((old - base) * LOG2E)
+            write(b, m_at, new)
+            write(b, l_at, read(b, l_at, F32, LANES) * alpha)
+            for r in range(rows):
+                line, factor = b.add(sums, b.mul(dim, I64(4 * r))), alpha.pick([r] * LANES)
+                with loop(b, b.mul(dim, I64(4)), 64) as i:
+                    write(b, b.add(line, i), read(b, b.add(line, i), F32, LANES) * factor)
+        total = StackSlots(b, [read(b, l_at, F32, LANES)])
+        with loop(b, whole, ROWS) as t:
+            at, weights = b.add(scores, b.mul(t, I64(4 * rows))), []
+            for i in range(rows):
+                x = read(b, b.add(at, I64(64 * i)), F32, LANES)
+                weights.append(power_of_two((x - base) * LOG2E))
+                total[0] = total[0] + weights[i]
+                share = range(HALF * i // rows, HALF * (i + 1) // rows)
+                for k in share:
+                    row = b.add(lanes.row_id_at(b, ahead, b.add(t, I64(HALF + k))), shift)
+                    with loop(b, size, LINE) as j:
+                        lanes.prefetch(b, b.add(row, j))
+            to = b.add(target, b.mul(b.and_(t, I64(-STEP)), I64(2 * rows)))
+            to = b.add(to, b.mul(b.and_(t, I64(ROWS)), I64(2)))
+            for r, x in enumerate(by_row(weights)):
+                write(b, b.add(to, I64(ROW * r)), rounded(x))
+        write(b, l_at, total[0])
+
+    def new_maximum(b, scores, whole, old):
+        """Return m', and where it is larger than m."""
+        largest = StackSlots(b, [old.full(float("-inf"))] * 4)
+        with loop(b, b.mul(whole, I64(4 * rows)), 256) as at:
+            for i in range(4):
+                largest[i] = largest[i].max(read(b, b.add(scores, b.add(at, I64(64 * i))), F32, LANES))
+        top = largest[0].max(largest[1]).max(largest[2].max(largest[3]))
+        distance = HALF
+        while distance >= rows:
+            top = top.max(top.rotate(distance))
+            distance //= 2
+        grown = b.fcmp_ordered(">", top.value, (old + LAZY * LN2).value)
+        return Lanes(b, b.select(grown, top.value, old.value)), grown
+
+    return softmax
+
+
+@micro_kernel
+def pair_values(b, values, value_row, row_ids, ahead, shift, count, dim, target):
+    """Interleave values of two tokens: [tokens / 32][dim / 16][16 pairs of tokens, 16 elements, 2].
+
+    After `count` tokens values are 0, up to whole 32. The last 8 of each 16 rows at the addresses `ahead`,
+    after adding `shift`, are prefetched.
+    """
+    block = b.mul(dim, I64(2 * STEP))
+
+    def pair(k, tokens):
+        """Write pair k, which has so many tokens; the others are zeros."""
+        first = b.mul(k, I64(2))
+        to = b.add(b.mul(b.lshr(k, I64(4)), block), b.mul(b.and_(k, I64(15)), I64(ROW)))
+        to, row = b.add(target, to), []
+        for token in range(tokens):
+            number = lanes.row_id_at(b, row_ids, b.add(first, I64(token)))
+            row.append(b.add(values, b.mul(number, value_row)))
+        if tokens == 2:
+            token = b.add(b.mul(b.lshr(k, I64(3)), I64(ROWS)), b.add(b.and_(k, I64(HALF - 1)), I64(HALF)))
+            later = b.add(shift, lanes.row_id_at(b, ahead, token))
+            with loop(b, b.mul(dim, I64(2)), LINE) as i:
+                lanes.prefetch(b, b.add(later, i))
+        with loop(b, dim, STEP) as i:
+            parts = [read(b, b.add(at, b.mul(i, I64(2))), I16, STEP) for at in row]
+            parts += [Lanes(b, ir.Constant(ir.VectorType(I16, STEP), [0] * STEP))] * (2 - tokens)
+            for half, vector in enumerate(interleave(*parts)):
+                write(b, b.add(b.add(to, b.mul(i, I64(2 * STEP))), I64(1024 * half)), vector)
+
+    pairs, odd = b.lshr(count, I64(1)), b.and_(count, I64(1))
+    with loop(b, pairs) as k:
+        pair(k, 2)
+    with b.if_then(b.icmp_signed("!=", odd, I64(0))):
+        pair(pairs, 1)
+    done = b.add(pairs, odd)
+    with loop(b, b.and_(b.neg(done), I64(ROWS - 1))) as k:
+        pair(b.add(done, k), 0)
+
+
+def rounded(x):
+    """Round 16 float32 to bfloat16."""
+    name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
+    return lanes.call_intrinsic(x.builder, name, ROUNDED, x.value).cast("bitcast", I16)
+
+
+def by_row(vectors):
+    """Transpose vectors with the rows of 16 tokens to a vector of 16 tokens for each row."""
+    rows = size = len(vectors)
+    while size > 1:  # take the lanes of even and of odd rows apart
+        vectors = [
+            vectors[first + 2 * i].pick(range(side, 2 * LANES, 2), vectors[first + 2 * i + 1])
+            for first in range(0, rows, size)
+            for side in range(2)
+            for i in range(size // 2)
+        ]
+        size //= 2
+    bits = rows.bit_length() - 1  # a row is where the bits of its number are reversed
+    return [vectors[int(f"{row:0{bits}b}"[::-1], 2)] for row in range(rows)]
