@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 from kvkit.cache import compression, heads, reading, saving
 from kvkit.cache.base import BaseCache, one_call_at_a_time
 from kvkit.cache.layers import requests
+from kvkit.cache.layers.changes import all_layers
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.stores import allocation
 from kvkit.checks.values import integer
@@ -132,7 +133,7 @@ class Cache(BaseCache):
 
     # Removing tokens and changing the batch. All layers are checked before one changes
 
-    @one_call_at_a_time
+    @all_layers
     def crop(self, length: int) -> None:
         """Drop the last tokens of every layer, see `DynamicLayer.crop`."""
         self.check_crop(length)  # raises before any layer has changed
@@ -147,6 +148,7 @@ class Cache(BaseCache):
             for layer, rotation in pairs
         ]
 
+    @all_layers
     def rearrange(self, plan: list[Any]) -> None:
         """Carry out the plans of all layers."""
         for layer, own in zip(self.layers, plan, strict=True):
@@ -242,11 +244,15 @@ class Cache(BaseCache):
         if not compression.chooses_by_head(self.layers, request):
             return compression.compress(self.layers, self.rearrange, request)
         layers, report = heads.compress_by_head(self.layers, request)
-        self.layers[:] = layers
+        self._replace_layers(layers)
+        return report
+
+    @all_layers
+    def _replace_layers(self, layers: list[Any]) -> None:
+        """Take other layers, which hold some tokens of the present ones."""
+        self._latest, self.layers[:] = None, layers
         for i, layer in enumerate(self.layers):
             layer.connect(self.layers, i)
-        self._latest = None
-        return report
 
     # What the other calls would refuse, see `can`
 
@@ -298,16 +304,19 @@ class Cache(BaseCache):
     def _repeat(self, repeats: int) -> None:
         self._change_batch(lambda layer: layer.repeat(repeats))
 
+    @all_layers
     def _change_batch(self, change: Callable[[Layer], None]) -> None:
-        """Change the batch of every layer."""
-        for layer in self.layers:
+        """Change the batch of every layer; those that need new arrays come before those that lose rows."""
+        for layer in sorted(self.layers, key=lambda layer: layer.reorders_in_place):
             change(layer)
 
-    @one_call_at_a_time
+    @all_layers
     def reset(self) -> None:
         """Remove all tokens; the `reset` of each layer says what stays."""
         for layer in self.layers:
             layer.reset()
+
+    activate_past_recording = all_layers(BaseCache.activate_past_recording)
 
     # Files
 
@@ -326,6 +335,7 @@ class Cache(BaseCache):
         """
         saving.save(self, path)
 
+    @all_layers
     def _lie_in(self, allocate: allocation.Allocate, only_non_sliding: bool) -> None:
         for layer in self._with_next_layer():
             layer.describe()  # raises for a layer that cannot be saved

@@ -190,8 +190,7 @@ class SequencesLayer:
 
     def stored(self) -> tuple[Array, ...]:
         """Return copies of keys and values, [sequences, Hkv, tokens, D]; codes are decoded."""
-        with self._cache.begin_step([(seq, 0) for seq in self._sequences]) as step:
-            sides = step.gather(self._layer_idx)
+        sides = self._cache.ended_step(self._sequences).gather(self._layer_idx)
         shape = len(self._sequences), self.stored_tokens
         return tuple(side.reshape(*shape, *side.shape[1:]).swapaxes(1, 2) for side in sides)
 

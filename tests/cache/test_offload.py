@@ -20,6 +20,7 @@ from folder_scenes import (
     random,
     run,
 )
+from kind_scenes import KINDS, append, attend, bits, tokens
 
 import kvkit
 from kvkit import KvkitError
@@ -27,90 +28,12 @@ from kvkit.cache import (
     Cache,
     DynamicCache,
     DynamicLayer,
-    IndexedLayer,
-    LatentLayer,
     PagedCache,
     QuantizedLayer,
-    QuantSpec,
-    SharedLayer,
-    SlidingWindowLayer,
-    StateLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
 )
 from kvkit.cache.stores import allocation
 
-HEADS, DIM = 2, 16
-CODES = QuantSpec(8, group=4), QuantSpec(4, group=8)
-BY_CHANNEL = QuantSpec(4, group=4, axis="channel")
-TURNED = QuantSpec(format="e4m3", group=8, rotation="hadamard")
-
-
-def tokens(count, seed=0, heads=HEADS, dim=DIM, batch=2):
-    return np.random.default_rng(seed).standard_normal((batch, heads, count, dim)).astype(np.float32)
-
-
-def ragged():
-    cache = DynamicCache(1, rope="none")
-    cache.update(tokens(40), tokens(40, 1), 0)
-    cache.compress("knorm", budget=[[9, 30]])
-    return cache
-
-
-def paged(**options):
-    return PagedCache(90, 4, 1, HEADS, DIM, np.float32, rope="none", **options)
-
-
-KINDS = {
-    "dynamic": lambda: DynamicCache(1, rope="none"),
-    "sliding": lambda: Cache([SlidingWindowLayer(6)], rope="none"),
-    "static": lambda: Cache([StaticLayer(80)], rope="none"),
-    "static sliding": lambda: Cache([StaticSlidingWindowLayer(80, 6)], rope="none"),
-    "quantized": lambda: Cache([QuantizedLayer(*CODES, 4, 2)], rope="none"),
-    "by channel": lambda: Cache([QuantizedLayer(BY_CHANNEL, CODES[1], 4, 2)], rope="none"),
-    "rotated": lambda: Cache([QuantizedLayer(TURNED, TURNED, 4, 2)], rope="none"),
-    "shared": lambda: Cache([DynamicLayer(), SharedLayer(0)], rope="none"),
-    "ragged": ragged,
-    "paged": paged,
-    "paged int8": lambda: paged(quant_bit=8),
-    "paged e4m3": lambda: paged(quant_format="e4m3", scale="found", quant_group=16),
-    "paged layout 1": lambda: paged(cache_layout=1),
-    "paged latent": lambda: PagedCache(90, 4, 1, 1, 24, np.float32, rope="none", latent_dim=16),
-    "latent": lambda: Cache([LatentLayer(16, 8)], rope="none"),
-    "latent codes": lambda: Cache([LatentLayer(512, 64, "ds_mla")], rope="none"),
-    "indexed": lambda: Cache([IndexedLayer(LatentLayer(16, 8), 4)], rope="none"),
-    "state": lambda: Cache([StateLayer(checkpoint_every=2)], rope="none"),
-}
 kinds = pytest.mark.parametrize("kind", KINDS)
-
-
-def append(cache, count, seed):
-    """Append new tokens to layer 0; return what attention of the last one makes of all."""
-    layer = cache.layers[0]
-    batch = layer.batch_size or 2
-    if isinstance(layer, StateLayer):
-        return [*cache.update({"sum": tokens(3, seed, batch=batch)}, count, 0).values()]
-    latent = layer.latent_dim
-    sizes = (latent, layer.rope_dim) if latent else (DIM, DIM)
-    parts = [tokens(count, seed + i, 1 if latent else HEADS, dim, batch) for i, dim in enumerate(sizes)]
-    seen = [np.array(side) for side in cache.update(*parts, 0)]
-    if isinstance(layer, IndexedLayer):
-        seen.append(layer.update_index(tokens(count, seed, batch=batch, dim=4)[:, 0]).copy())
-    return seen + attend(cache)
-
-
-def attend(cache):
-    """Return the outputs of two different queries."""
-    layer, outputs = cache.layers[-1], []
-    for seed in (7, 8):
-        if isinstance(layer, StateLayer):
-            outputs += [array.copy() for array in layer.states.values()]
-            continue
-        latent = layer.latent_dim
-        width, scale = (latent + layer.rope_dim, {"scale": 0.1}) if latent else (DIM, {})
-        query = tokens(1, seed, 2 * HEADS, width, layer.batch_size)
-        outputs += cache.attend(query, len(cache) - 1, return_lse=True, **scale)
-    return outputs
 
 
 def operations(cache):
@@ -137,10 +60,6 @@ def operations(cache):
     yield "compress", attend(cache)
     for count in (30, 1):
         yield f"append {count}", append(cache, count, 90 + count)
-
-
-def bits(arrays):
-    return [(array.dtype, array.shape, array.tobytes()) for array in arrays]
 
 
 def mapped(cache):

@@ -10,6 +10,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
+from kvkit.cache.blocks.changes import Guard, whole_or_refused
 from kvkit.cache.blocks.layout import Arrangement, lay_out
 from kvkit.cache.blocks.pool import Pool, Published, chain_hash, root_hash
 from kvkit.cache.blocks.sequence import ID_BYTES, SavedSequence, Sequence, check_bytes, encode_ids
@@ -84,6 +85,7 @@ class BlockAllocator:
         self._identity = str(self.page_size).encode(), check_bytes("identity", identity)
         self._pool, self._copy_rows = Pool(self.num_blocks), copy_rows
         self.open_step: Step | None = None
+        self.guard = Guard()
 
     @property
     def available(self) -> int:
@@ -97,6 +99,7 @@ class BlockAllocator:
 
     # Sequences
 
+    @whole_or_refused
     def add(self, token_ids: ArrayLike = (), *, salt: bytes = b"") -> Sequence:
         """Begin a sequence. It shares published blocks of its first tokens, but never of its last token.
 
@@ -125,6 +128,7 @@ class BlockAllocator:
         self._pool.share(seq.table)
         return seq
 
+    @whole_or_refused
     def extend(self, seq: Sequence, token_ids: ArrayLike) -> None:
         """Append the ids of the next tokens, so that the blocks that they fill can be shared."""
         self.check(seq)
@@ -134,6 +138,7 @@ class BlockAllocator:
             raise argument_error("seq", wanted, f"{seq.id_count} ids")
         seq.ids += ids
 
+    @whole_or_refused
     def fork(self, seq: Sequence, begin: SupportsIndex = 0, end: SupportsIndex | None = None) -> Sequence:
         """Return a new sequence with the same tokens in the same blocks. Writing to a shared block copies it.
 
@@ -171,6 +176,7 @@ class BlockAllocator:
         self._apply([(other, layout)], plan)
         return other
 
+    @whole_or_refused
     def crop(self, seq: Sequence, length: int) -> None:
         """Drop a sequence's last tokens.
 
@@ -195,6 +201,7 @@ class BlockAllocator:
             self._keep_pages(seq)
             del seq.ids[ID_BYTES * kept :], seq.chain[1 + kept // self.page_size :]
 
+    @whole_or_refused
     def rearrange(self, sequences: Collection[Sequence], plan: Rearrangement, ropes: list[Any]) -> None:
         """Remove and move tokens of sequences that have equal positions. After an error none has changed.
 
@@ -267,6 +274,7 @@ class BlockAllocator:
         seq.intact = None if seq.row_positions is None and seq.length <= intact else intact
         del seq.chain[1 + min(intact, seq.length) // self.page_size :]
 
+    @whole_or_refused
     def free(self, seq: Sequence) -> None:
         """End a sequence. New sequences can share its published blocks until these are evicted."""
         self.check(seq, at_rest=True)
@@ -305,6 +313,7 @@ class BlockAllocator:
 
     # Steps
 
+    @whole_or_refused
     def begin_step(self, sequences: Iterable[tuple[Sequence, int]]) -> Step:
         """Reserve blocks for new tokens.
 
@@ -345,6 +354,11 @@ class BlockAllocator:
         )
         return self.open_step
 
+    def missing(self, sequences: Iterable[tuple[Sequence, int]]) -> int:
+        """Return how many blocks a step with these new tokens lacks; below 1, it has room."""
+        return self._needed(*self._checked(sequences)) - self.available
+
+    @whole_or_refused
     def commit(self, step: Step) -> None:
         """End a step: see `Step.commit`."""
         self._close(step)
@@ -354,6 +368,7 @@ class BlockAllocator:
             for i, ids in self._chain(seq):
                 self._pool.publish(seq.table[i], seq.chain[i + 1], ids)
 
+    @whole_or_refused
     def abandon(self, step: Step) -> None:
         """End a step: see `Step.abandon`."""
         self._close(step)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from kvkit.cache.base import one_call_at_a_time
+from kvkit.cache.layers.changes import LostRows, whole
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.layers.positions import Rearrangement
+from kvkit.cache.stores.memory import Geometry
 from kvkit.cache.stores.span import Span
 from kvkit.checks.values import integer
 from kvkit.errors import CapacityError, argument_error
@@ -31,6 +33,7 @@ class DynamicLayer(Layer):
     """
 
     @one_call_at_a_time
+    @whole
     def trim(self) -> None:
         """Move to a store with room for a sixteenth more tokens, if the present one has more room."""
         if self.store is not None:
@@ -96,21 +99,34 @@ class StaticLayer(Layer):
             wanted = "positions 0, 1, 2, ..., as close=True leaves them"
             raise argument_error(self.name, wanted, f"a hole after {call}")
 
+    def _make_room(self, geometry: Geometry, end: int, keep: int) -> None:
+        super()._make_room(geometry, end, keep)
+        _, used = self.span.rows_from(0)
+        if self.store.end > used:  # of an update that an interrupt has ended
+            self.store.clear(used, self.store.end)
+            self.store.end = used
+
     def _free_rows(self, begin: int, end: int) -> None:
-        self.store.clear(begin, end)
+        if begin < end:
+            self.overwrites()
+            self.store.clear(begin, end)
+            self.store.end = begin
 
     def _shorten(self, span: Span) -> None:
         """Drop the last tokens, and write zeros to their rows."""
         first, end = span.length - span.origin, self.span.length - span.origin
         super()._shorten(span)
         if self.store is not None:
-            self.store.clear(first, end)
+            self._free_rows(first, end)
 
     @one_call_at_a_time
+    @whole
     def reset(self) -> None:
         """Remove all tokens. The memory stays, filled with zeros; so do dtype and shape."""
+        if isinstance(self.store, LostRows):
+            self.forget_rows()
         _, rows = self.span.rows_from(0)
         self.span, self.row_positions = Span(), None
         if self.store is not None:
             self._commit()
-            self.store.clear(0, rows)
+            self._free_rows(0, rows)

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 from kvkit.cache.base import BaseLayer, one_call_at_a_time
 from kvkit.cache.layers import requests
 from kvkit.cache.layers.attention import LayerAttention
+from kvkit.cache.layers.changes import LostRows, whole
 from kvkit.cache.layers.positions import (
     Piece,
     Rearrangement,
@@ -23,6 +24,7 @@ from kvkit.cache.layers.positions import (
     rotation_of,
 )
 from kvkit.cache.stores.allocation import Allocate, in_memory
+from kvkit.cache.stores.attributes import Attributes
 from kvkit.cache.stores.memory import Geometry, Store, check_geometry
 from kvkit.cache.stores.span import Span
 from kvkit.checks.arguments import Scoring
@@ -61,21 +63,41 @@ class Layer(BaseLayer):
     """
 
     store: Any
-    allocate: Allocate = staticmethod(in_memory)
-    rope: Rotation = None
+    span: Any
+    allocate: Allocate
+    rope: Rotation
+    attributes = Attributes(
+        "store", "span", "row_positions", "rope", "record_past", "allocate", "overwritten"
+    )
+    reorders_in_place = True  # whether `reorder` to a batch of the same size overwrites rows
     source: Layer | None = None  # the layer whose rows a `SharedLayer` reads
     _joined = 0  # see `Geometry.joined`; 0 but in layers of latent rows
 
     def __init__(self) -> None:
         self.name, self._lock, self._attention = type(self).__name__, LayerLock(), LayerAttention()
-        self.row_positions = None
+        self.row_positions, self.rope, self.record_past, self.allocate = None, None, False, in_memory
+        self.overwritten = 0  # how many changes have overwritten rows of tokens
         self._set_store(None, Span())
+
+    def counters(self) -> tuple[Any, ...]:
+        """Return the objects that count rows, by the names in their `attributes`."""
+        return (self,) if self.store is None else (self, *self.store.counters())
+
+    def overwrites(self) -> None:
+        """Say that rows of tokens will be overwritten now, so that an interrupt loses them."""
+        self.overwritten += 1
+
+    def lose_rows(self) -> None:
+        """Refuse every later call but `reset`, because an interrupted change has lost rows."""
+        self.store = self.span = LostRows(self.name)
 
     def _set_store(self, store: Any, span: Span) -> None:
         self.store, self.span = store, span
         self._attention.forget()
 
     def __repr__(self) -> str:
+        if isinstance(self.store, LostRows):
+            return f"<{self.name}: lost rows>"
         geometry = "" if self.store is None else f", {self.store.geometry}"
         return f"<{self.name}: {self.span.length} tokens{geometry}>"
 
@@ -125,6 +147,13 @@ class Layer(BaseLayer):
     def _append(
         self, key_states: Array, value_states: Array, cache_position: ArrayLike | None
     ) -> tuple[States, States]:
+        # New tokens are whole once `span` counts them. Only positions may say that they replace others.
+        append = self._append_rows if cache_position is None else self._replace_rows
+        return append(key_states, value_states, cache_position)
+
+    def _append_rows(
+        self, key_states: Array, value_states: Array, cache_position: ArrayLike | None
+    ) -> tuple[States, States]:
         geometry, new = self._geometry_of(key_states, value_states), key_states.shape[2]
         start = self.span.length
         if cache_position is not None:
@@ -134,6 +163,7 @@ class Layer(BaseLayer):
         self._make_room(geometry, max(end, start + new), self.span.oldest)
         if start < self.span.length:  # new tokens replace some
             key_states, value_states = (self._unshared(side) for side in (key_states, value_states))
+            self.overwrites()
             if self.row_positions is not None:
                 self.row_positions = self.row_positions.first(start)
             self._shorten(self.span.cropped(start, 0))
@@ -141,11 +171,14 @@ class Layer(BaseLayer):
         self.store.write(start - origin, key_states, value_states)
         if not self.record_past:
             oldest = max(oldest, self._stored_from(start + new))
-        self.span = Span(start + new, oldest, begin, origin, before=start)
-        if self.row_positions is not None and self.span.first >= self.row_positions.length:
-            self.row_positions = None  # the last shifted key has left the window
+        span, rows = Span(start + new, oldest, begin, origin, before=start), self.row_positions
+        if rows is not None and span.first >= rows.length:
+            rows = None  # the last shifted key has left the window
+        self.span, self.row_positions = span, rows
         self._commit()
         return self.store.rows(begin - origin, end - origin)
+
+    _replace_rows = whole(_append_rows)
 
     def _geometry_of(self, key_states: Array, value_states: Array) -> Geometry:
         """Check keys and values; return their geometry."""
@@ -178,19 +211,14 @@ class Layer(BaseLayer):
     ) -> None:
         """Move the tokens from `keep` on, of the rows `indices` of the batch, to a new store.
 
-        After a `final` move the last update can no longer be undone. On an error nothing has changed.
+        After a `final` move the last update can no longer be undone.
         """
-        store, before = self._new_store(geometry, capacity), (self.store, self.span)
-        span = self.span.without_undo() if final else self.span
-        try:
-            if self.store is not None:
-                indices = range(geometry.batch) if indices is None else indices
-                store.fill(self.store, indices, *span.rows_from(keep))
-            self._set_store(store, span.moved(keep))
-            self._commit()
-        except BaseException:
-            self._set_store(*before)
-            raise
+        store, span = self._new_store(geometry, capacity), self.span.without_undo() if final else self.span
+        if self.store is not None:
+            indices = range(geometry.batch) if indices is None else indices
+            store.fill(self.store, indices, *span.rows_from(keep))
+        self._set_store(store, span.moved(keep))
+        self._commit()
 
     def _commit(self) -> None:
         """Let a quantized store encode old tokens."""
@@ -198,6 +226,7 @@ class Layer(BaseLayer):
             self.store.commit(self)
 
     @one_call_at_a_time
+    @whole
     def reserve(self, query_length: SupportsIndex) -> None:
         """Make room for `query_length` more tokens, so that their update cannot fail for lack of it."""
         new, length = integer("query_length", query_length, 0), self.span.length
@@ -207,6 +236,7 @@ class Layer(BaseLayer):
             self._make_room(self.store.geometry, end, self.span.first)
 
     @one_call_at_a_time
+    @whole
     def release_undo(self) -> None:
         """Free memory that only the last update needed: move to a smaller store if this one is too large."""
         if self.window is None or self.store is None or self.record_past:
@@ -286,6 +316,7 @@ class Layer(BaseLayer):
     # Removing tokens and changing the batch
 
     @one_call_at_a_time
+    @whole
     def crop(self, length: int) -> None:
         """Drop the last tokens.
 
@@ -375,6 +406,7 @@ class Layer(BaseLayer):
             self.move_rows(plan)
 
     @one_call_at_a_time
+    @whole
     def move_rows(self, plan: Rearrangement) -> None:
         """Move rows and positions as planned."""
         begin, end = self.span.rows_from(self.span.first)
@@ -382,6 +414,8 @@ class Layer(BaseLayer):
         # The remaining rows of a window are contiguous and do not move; others move to the front.
         first = int(rows[0]) if self.window is not None and len(rows) else 0
         if self.store is not None:
+            if plan.rotated is not None or (rows != np.arange(first, first + len(rows))).any():
+                self.overwrites()
             self.store.keep_rows(rows, first, plan.rope, plan.rotated)
             self._free_rows(first + len(rows), end)
         self.span = self._span_of(plan, first)
@@ -410,6 +444,7 @@ class Layer(BaseLayer):
         """Release the rows after the last token; new tokens will overwrite them."""
 
     @one_call_at_a_time
+    @whole
     def reorder(self, indices: ArrayLike) -> None:
         """Replace row b of the batch by the old row ``indices[b]``. The batch becomes ``len(indices)``."""
         self._take_rows(requests.check_rows(indices, self.batch_size))
@@ -417,6 +452,7 @@ class Layer(BaseLayer):
     select = reorder_cache = batch_select_indices = reorder
 
     @one_call_at_a_time
+    @whole
     def repeat(self, repeats: int) -> None:
         """Repeat every row of the batch: rows A, B become A, A, B, B."""
         self._take_rows(np.repeat(np.arange(self.batch_size), integer("repeats", repeats, 1)))
@@ -429,12 +465,14 @@ class Layer(BaseLayer):
             return
         first, geometry = self.span.first, self.store.geometry
         if len(indices) == geometry.batch:
+            self.overwrites()
             self.store.take(indices, *self.span.rows_from(first))
         else:
             geometry = geometry._replace(batch=len(indices))
             self._move(geometry, self.store.capacity, first, indices, final=True)
 
     @one_call_at_a_time
+    @whole
     def reset(self) -> None:
         """Remove all tokens. The next update decides dtype and shape again."""
         self.forget_rows()
@@ -449,6 +487,7 @@ class Layer(BaseLayer):
         self.set_past_recording(False)
 
     @one_call_at_a_time
+    @whole
     def set_past_recording(self, recording: bool = True) -> None:
         """Keep tokens that would be dropped or encoded until the next `crop`, which can drop draft tokens.
 
@@ -525,17 +564,12 @@ class Layer(BaseLayer):
     # Where the arrays lie
 
     @one_call_at_a_time
+    @whole
     def lie_in(self, allocate: Allocate) -> None:
         """Move the arrays to new ones from `allocate`, which will make later arrays too."""
-        before = self.allocate
-        if allocate is before:
-            return
-        try:
+        if allocate is not self.allocate:
             self.allocate = allocate
             self._copy_store()
-        except BaseException:
-            self.allocate = before
-            raise
 
     def _copy_store(self) -> None:
         """Copy the arrays to new ones."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvkit.cache.base import one_call_at_a_time
+from kvkit.cache.layers.changes import whole
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.layers.positions import Rearrangement, check_codes
 from kvkit.cache.layers.quant_spec import QuantSpec
@@ -69,6 +70,8 @@ class QuantizedLayer(Layer):
     (1, 2, 1, 64)
     """
 
+    reorders_in_place = False
+
     def __init__(
         self,
         key: QuantSpec = SPEC,
@@ -107,6 +110,8 @@ class QuantizedLayer(Layer):
         ]
         return CodeStore(geometry, sides, self.read_back)
 
+    _append = whole(Layer._append)  # an update changes the counters of codes, too
+
     def _make_room(self, geometry: Geometry, end: int, keep: int) -> None:
         new, store = end - self.span.length, self.store
         store = store or self._empty_store(geometry)
@@ -114,6 +119,7 @@ class QuantizedLayer(Layer):
         self.store = store  # only now, because `make_room` may fail
 
     @one_call_at_a_time
+    @whole
     def trim(self) -> None:
         """Move codes in memory to arrays without room for removed tokens."""
         if self.store is not None:
@@ -132,6 +138,7 @@ class QuantizedLayer(Layer):
             self._set_store(self.store.select_rows(indices), self.span)
 
     @one_call_at_a_time
+    @whole
     def release_undo(self) -> None:
         """Free the unquantized rows of a long update; attention then reads their codes."""
         if self.store is not None and not self.record_past and self.store.is_large:

@@ -35,6 +35,8 @@ class SharedLayer(Layer):
     (array([1., 1.], dtype=float32), 3, 0)
     """
 
+    attributes = Layer.attributes.extended("source", "window", "takes_window", "croppable", "why_kept")
+
     def __init__(self, of: int) -> None:
         self.of = integer("of", of, 0)
         self.source: Any = None  # until this layer is in a cache

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike
 
 from kvkit.cache.base import one_call_at_a_time
 from kvkit.cache.layers import requests
+from kvkit.cache.layers.changes import whole
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.layers.positions import Rotation, RowPositions, planner, rotation_of
 from kvkit.cache.stores.span import Span
@@ -67,6 +68,7 @@ class StateLayer(Layer):
     """
 
     has_rows = False
+    reorders_in_place = False
     why_kept = "a recurrent state holds all tokens"
 
     def __init__(self, checkpoint_every: int = 0, max_checkpoints: int = 4) -> None:
@@ -79,6 +81,8 @@ class StateLayer(Layer):
 
     # Adding tokens
 
+    @one_call_at_a_time
+    @whole
     def update(  # type: ignore[override]  # a state in place of keys and values
         self, states: Mapping[str, Array], tokens: SupportsIndex, cache_position: ArrayLike | None = None
     ) -> dict[str, Array]:
@@ -99,14 +103,13 @@ class StateLayer(Layer):
         dict of str to ndarray
             All stored arrays, see `StateLayer.states`.
         """
-        with self._lock:
-            new = integer("tokens", tokens, 0)
-            if cache_position is not None:
-                self._first_new(cache_position, new)
-            forms = self._checked(states)
-            if self.store is None or forms != self.store.geometry:
-                self._change_store(forms)
-            return self._advance(new, states)
+        new = integer("tokens", tokens, 0)
+        if cache_position is not None:
+            self._first_new(cache_position, new)
+        forms = self._checked(states)
+        if self.store is None or forms != self.store.geometry:
+            self._change_store(forms)
+        return self._advance(new, states)
 
     def _checked(self, states: Mapping[str, Array]) -> StateForms:
         """Check new arrays of the state; return the names, shapes and dtypes of all arrays."""
@@ -127,13 +130,14 @@ class StateLayer(Layer):
                 raise argument_error(label, f"{(batch, *shape)} of {dtype}, as before", describe(array))
         return StateForms(batch, known)
 
+    @one_call_at_a_time
+    @whole
     def advance(self, tokens: SupportsIndex) -> dict[str, Array]:
         """Count `tokens`, and return the arrays of the state, which the caller then updates in place.
 
         If the state is a checkpoint, its arrays are copied first.
         """
-        with self._lock:
-            return {} if self.store is None else self._advance(integer("tokens", tokens, 0), {})
+        return {} if self.store is None else self._advance(integer("tokens", tokens, 0), {})
 
     def _advance(self, new: int, states: Mapping[str, Array]) -> dict[str, Array]:
         """Write checked arrays of the state, and count its tokens."""
@@ -147,6 +151,8 @@ class StateLayer(Layer):
                 self._change_store(store.geometry)
                 store = self.store
                 version = store.free()
+        if version == store.current and states:
+            self.overwrites()
         for name, array in store.arrays.items():
             if name in states:
                 array[version] = states[name]
@@ -220,6 +226,7 @@ class StateLayer(Layer):
     # Removing tokens and changing the batch
 
     @one_call_at_a_time
+    @whole
     def crop(self, length: int) -> None:
         """Drop the last tokens. A checkpoint, all tokens or none must remain."""
         left = self.length_after_crop(length)
@@ -275,6 +282,7 @@ class StateLayer(Layer):
             checkpoints = earlier | {at: version for at, version in later.items() if at > begin}
         return StatePlan(plan.after, current, checkpoints, plan.crops)
 
+    @whole
     def rearrange(self, plan: Any) -> None:
         """Carry out a plan, see `Layer.rearrange`."""
         length = plan.after.length

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from kvkit.cache import compression, reading, saving
 from kvkit.cache.base import BaseCache, one_call_at_a_time
 from kvkit.cache.blocks.allocator import BlockAllocator
+from kvkit.cache.blocks.changes import Guard, whole_or_refused
 from kvkit.cache.blocks.sequence import Sequence, check_bytes
 from kvkit.cache.layers.latent import placed_rotation
 from kvkit.cache.layers.positions import (
@@ -174,7 +175,7 @@ class PagedCache(BaseCache):
         self.rows = Batch(self, self._lock)
         self.sequences: list[Sequence] = []
         make = PagedLatentLayer if latent_dim else PagedLayer
-        paged = (make(self.store, self.rows, i, self._lock) for i in range(self.store.num_layers))
+        paged = (make(self.rows, i, self._lock) for i in range(self.store.num_layers))
         self.layers = [self.others[i] if i in self.others else next(paged) for i in range(num_layers)]
         for i, layer in self.others.items():
             layer.name = f"layers[{i}]"
@@ -203,12 +204,30 @@ class PagedCache(BaseCache):
         OutOfBlocksError
             If too few blocks are free or evictable; then nothing has changed.
         """
-        step = self.blocks.begin_step(sequences)
+        is_open = self.blocks.open_step is not None
         try:
+            step = self.blocks.begin_step(sequences)
             self.store.copy(step.copies)
             return PagedStep(self.store, step)
         except BaseException:
-            step.abandon()
+            if not is_open:
+                self.abandon_open_step()
+            raise
+
+    def abandon_open_step(self) -> None:
+        """Abandon the open step, if there is one, which a failed call has begun."""
+        if self.blocks.open_step is not None and not self.guard.interrupted:
+            self.blocks.abandon(self.blocks.open_step)
+
+    def ended_step(self, sequences: Iterable[Sequence]) -> PagedStep:
+        """Return a step without new tokens, to read what sequences have."""
+        is_open = self.blocks.open_step is not None
+        try:
+            with self.begin_step([(seq, 0) for seq in sequences]) as step:
+                return step
+        except BaseException:
+            if not is_open:
+                self.abandon_open_step()
             raise
 
     # Removing and moving tokens of one sequence, in all layers
@@ -442,6 +461,12 @@ class PagedCache(BaseCache):
     def _copy_rows(self, sources: Array, targets: Array) -> None:
         self.store.copy_rows(sources, targets)
 
+    @property
+    def guard(self) -> Guard:
+        """Return what says whether all changes of the blocks have ended."""
+        return self.blocks.guard
+
+    @whole_or_refused
     def rearrange(self, plan: SequencePlan) -> None:  # type: ignore[override]
         sequences, moves, ropes = plan
         self.blocks.rearrange(sequences, moves, ropes)
@@ -484,6 +509,7 @@ class PagedCache(BaseCache):
         self.rows.reserve(query_length)
 
     @one_call_at_a_time
+    @whole_or_refused
     def crop(self, length: int) -> None:
         """Keep the first ``length`` tokens of every row; below 0, drop that many; 0 drops none."""
         self.check_crop(length)  # raises before anything has changed
@@ -512,6 +538,7 @@ class PagedCache(BaseCache):
     def check_reset(self) -> None:
         """Raise the error that `reset` would raise: none."""
 
+    @whole_or_refused
     def _select(self, indices: ArrayLike) -> None:  # moves no keys or values
         self.check_reorder(indices)
         self.rows.select(indices)
@@ -522,6 +549,7 @@ class PagedCache(BaseCache):
         self._select(np.repeat(np.arange(len(self.rows.sequences)), repeats))
 
     @one_call_at_a_time
+    @whole_or_refused
     def reset(self) -> None:
         """Free the sequences of all rows."""
         self.rows.reset()
@@ -568,6 +596,7 @@ class PagedCache(BaseCache):
         sequences : iterable of Sequence
             Sequences that are in no open step.
         """
+        self.guard.check()
         if self.others:
             wanted = "layers that all have blocks (or a cache of another kind)"
             raise argument_error("cache", wanted, describe(next(iter(self.others.values()))))
@@ -582,15 +611,13 @@ class PagedCache(BaseCache):
             return
         store = copy.copy(self.store)  # steps of the user go on reading the old arrays
         store.lie_in(allocate)
+        # In one line, between whose parts no interrupt comes.
         self.store, self.cache, self.scale, self.allocate = store, store.cache, store.scale, allocate
-        for layer in self.layers:
-            if isinstance(layer, PagedLayer):
-                layer.store = store
-                layer.view_blocks()
         self.rows.forget_step()
 
     def _forget_rows(self) -> None:
-        self.rows.reset()
+        self.rows.sequences = []
+        self.rows.forget_step()
         super()._forget_rows()
         # A step of the user can still read the arrays, which live as long as it does.
         self.store = self.cache = self.scale = None  # type: ignore[assignment]  # of no use now

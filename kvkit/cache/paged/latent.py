@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from kvkit.cache.layers.latent import joined_query
-from kvkit.cache.paged.layer import PagedLayer
+from kvkit.cache.paged.layer import Batch, PagedLayer
 from kvkit.checks.values import positive_number
 from kvkit.runtime.locks import LayerLock
 from kvkit.typed import Array, Attended
@@ -33,13 +31,13 @@ class PagedLatentLayer(PagedLayer):
     (1, 16, 1, 512)
     """
 
-    def __init__(self, store: Any, rows: Any, layer_idx: int, lock: LayerLock) -> None:
-        self.latent_dim, self.rope_dim = store.latent_dim, store.rope_dim
-        super().__init__(store, rows, layer_idx, lock)
+    def __init__(self, rows: Batch, layer_idx: int, lock: LayerLock) -> None:
+        super().__init__(rows, layer_idx, lock)
+        self.latent_dim, self.rope_dim = self.store.latent_dim, self.store.rope_dim
 
-    def view_blocks(self) -> None:
-        super().view_blocks()
-        self.value_cache = self.key_cache[..., : self.latent_dim]
+    @property
+    def value_cache(self) -> Array:
+        return self.key_cache[..., : self.latent_dim]
 
     def attend(  # type: ignore[override]  # a query has two parts, and a scale is required
         self,

@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike
 
 from kvkit import cpu
 from kvkit.cache.base import BaseLayer, MovableTokens, one_call_at_a_time
+from kvkit.cache.blocks.changes import Guard, whole_or_refused
 from kvkit.cache.layers import requests
 from kvkit.cache.layers.attention import check_mask_axes, mask_of_stored
 from kvkit.cache.layers.positions import RowPositions, pieces_array
@@ -64,10 +65,10 @@ class Batch(MovableTokens):
     def tables(self) -> Any:
         """Return a step with the page tables of the rows: the last one, or one without new tokens."""
         if self.step is None:
-            with self._cache.begin_step([(seq, 0) for seq in self.sequences]) as self.step:
-                pass
+            self.step = self._cache.ended_step(self.sequences)
         return self.step
 
+    @whole_or_refused
     def reserve(self, tokens: SupportsIndex) -> None:
         self._cache.begin_step([(seq, tokens) for seq in self.sequences]).abandon()
         self.step = None
@@ -87,12 +88,14 @@ class Batch(MovableTokens):
         """Raise the error that `compress` would raise."""
         self._cache.check_compress(self, *arguments, **options)
 
+    @whole_or_refused
     def crop(self, length: int) -> None:
         self.check_crop(length)
         self.abandon_step()
         for seq in self.sequences:
             self._cache.blocks.crop(seq, length)
 
+    @whole_or_refused
     def select(self, indices: ArrayLike) -> None:
         rows = requests.check_rows(indices, len(self.sequences))
         if self.sequences:
@@ -101,6 +104,7 @@ class Batch(MovableTokens):
             self.reset()
             self.sequences = selected
 
+    @whole_or_refused
     def reset(self) -> None:
         self.abandon_step()
         for seq in self.sequences:
@@ -110,8 +114,29 @@ class Batch(MovableTokens):
     def plan(self, call: str, *arguments: Any, **options: Any) -> Any:
         return self._cache.plan_for(self.sequences, call, *arguments, **options)
 
+    @whole_or_refused
     def rearrange(self, plan: Any) -> None:
         self._cache.rearrange(plan)
+        self.forget_step()
+
+    @property
+    def store(self) -> Any:
+        """Return the arrays of the cache."""
+        return self._cache.store
+
+    @property
+    def guard(self) -> Guard:
+        """Return what says whether all changes of the blocks have ended."""
+        return self._cache.blocks.guard
+
+    @property
+    def has_open_step(self) -> bool:
+        """Return whether a step is open, of these rows or of other sequences."""
+        return self._cache.blocks.open_step is not None
+
+    def abandon_open_step(self) -> None:
+        """Abandon the open step, which a failed update has begun."""
+        self._cache.abandon_open_step()
         self.forget_step()
 
     @property
@@ -154,15 +179,24 @@ class PagedLayer(BaseLayer):
 
     takes_window = True  # a window hides tokens, but they stay stored
 
-    def __init__(self, store: Any, rows: Any, layer_idx: int, lock: LayerLock) -> None:
-        self.store, self.rows, self._layer_idx, self._lock = store, rows, layer_idx, lock
+    def __init__(self, rows: Batch, layer_idx: int, lock: LayerLock) -> None:
+        self.rows, self._layer_idx, self._lock = rows, layer_idx, lock
         self._updates = 0
-        self.view_blocks()
 
-    def view_blocks(self) -> None:
-        """View the arrays of the store as blocks."""
-        sides = self.store.blocks[0][self._layer_idx]
-        self.key_cache, self.value_cache = sides[0], sides[-1]
+    @property
+    def store(self) -> Any:
+        """Return the arrays of all layers; None in a closed cache."""
+        return self.rows.store
+
+    @property
+    def key_cache(self) -> Array:
+        """Return the keys of all blocks."""
+        return self.store.blocks[0][self._layer_idx][0]
+
+    @property
+    def value_cache(self) -> Array:
+        """Return the values of all blocks."""
+        return self.store.blocks[0][self._layer_idx][-1]
 
     def large_arrays(self) -> list[Array]:
         """Return the arrays of rows, and of their scales, which may lie in files."""
@@ -173,8 +207,7 @@ class PagedLayer(BaseLayer):
         self._lock = lock
 
     def forget_rows(self) -> None:
-        """Drop the arrays of a cache that closes."""
-        self.store = self.key_cache = self.value_cache = None  # type: ignore[assignment]  # of no use now
+        """Do nothing: the cache, which closes, drops the arrays of all layers."""
 
     @one_call_at_a_time
     def update(
@@ -191,11 +224,17 @@ class PagedLayer(BaseLayer):
             requests.check_positions(cache_position, tokens, self.get_seq_length())
         store.check_apart(self._layer_idx, {"key_states": key_states, "value_states": value_states})
         key, value = (one_piece(states).swapaxes(1, 2) for states in store.rows_of(key_states, value_states))
-        step = rows.append(batch, tokens, self._layer_idx)
-        step.append(key, value, self._layer_idx)
-        if len(step.written) == store.num_layers:
-            step.commit()
-        self._updates += 1
+        begins = not rows.has_open_step
+        try:
+            step = rows.append(batch, tokens, self._layer_idx)
+            step.append(key, value, self._layer_idx)
+            self._updates += 1
+            if len(step.written) == store.num_layers:
+                step.commit()
+        except BaseException:
+            if begins:
+                rows.abandon_open_step()
+            raise
         return views_of(self, store.format.dtype, (store.dim, store.value_dim))
 
     @one_call_at_a_time
@@ -213,6 +252,7 @@ class PagedLayer(BaseLayer):
         return_key_weights: bool = False,
     ) -> Attended:
         store, step = self.store, self.rows.step
+        self.rows.guard.check()
         if not self.rows.sequences:
             raise argument_error("layer", "stored tokens (call update before attend)", "none")
         options = is_causal, window, softmax_scale, softcap, sinks, return_lse, return_key_weights
@@ -346,5 +386,6 @@ class PagedLayer(BaseLayer):
 
     @one_call_at_a_time
     def stored(self) -> tuple[States, States]:
+        self.rows.guard.check()
         step = self.rows.tables()
         return step.gather_rows(self._layer_idx, self.shape[2])

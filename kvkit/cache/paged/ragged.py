@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
@@ -12,11 +13,12 @@ from numpy.typing import ArrayLike
 
 from kvkit import cpu
 from kvkit.cache.base import one_call_at_a_time
-from kvkit.cache.blocks.allocator import BlockAllocator, OutOfBlocksError
+from kvkit.cache.blocks.allocator import BlockAllocator
 from kvkit.cache.blocks.sequence import Moves, SavedSequence
 from kvkit.cache.blocks.step import Step
 from kvkit.cache.layers import requests
 from kvkit.cache.layers.attention import NOT_ROTATED, place_mask
+from kvkit.cache.layers.changes import whole
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.layers.positions import (
     MAX_PIECES,
@@ -147,6 +149,8 @@ class RaggedLayer(Layer):
     (array([[3, 4]]), (1, 4, 1, 4))
     """
 
+    attributes = Layer.attributes.extended("geometry", "pool", "blocks", "sequences", "changes")
+
     def __init__(self) -> None:
         super().__init__()
         self._forget()
@@ -219,6 +223,7 @@ class RaggedLayer(Layer):
 
     # Adding tokens
 
+    @whole
     def _append(
         self, key_states: Array, value_states: Array, cache_position: ArrayLike | None
     ) -> tuple[States, States]:
@@ -238,15 +243,16 @@ class RaggedLayer(Layer):
 
     def _begin(self, new: int) -> Step:
         """Begin a step of `new` tokens for every head; add pages if there are too few."""
-        try:
-            step = self.blocks.begin_step([(seq, new) for seq in self.sequences])
-        except OutOfBlocksError as error:
-            pages = self.blocks.num_blocks + error.needed - error.available
+        missing = self.blocks.missing([(seq, new) for seq in self.sequences])
+        if missing > 0:
+            pages = self.blocks.num_blocks + missing
             self._resize(pages + pages // 4)
-            step = self.blocks.begin_step([(seq, new) for seq in self.sequences])
+        self.overwrites()  # the step counts pages
+        step = self.blocks.begin_step([(seq, new) for seq in self.sequences])
         self.pool.copy(step.copies)
         return step
 
+    @whole
     def _tables(self) -> Step:
         """Return a step with the page tables of all heads: the last one, or one without new tokens."""
         if self._step is None:
@@ -255,6 +261,7 @@ class RaggedLayer(Layer):
         return self._step
 
     @one_call_at_a_time
+    @whole
     def reserve(self, query_length: SupportsIndex) -> None:
         new = integer("query_length", query_length, 0)
         if self.sequences:
@@ -415,6 +422,7 @@ class RaggedLayer(Layer):
         return requests.length_after_crop(length, self.get_seq_length())
 
     @one_call_at_a_time
+    @whole
     def crop(self, length: int) -> None:
         self.rearrange(self.plan("remove", self.length_after_crop(length)))
 
@@ -443,6 +451,7 @@ class RaggedLayer(Layer):
             raise argument_error("positions", expected, describe(wanted))
         return [own[own >= 0] for own in wanted.reshape(-1, wanted.shape[2])]
 
+    @whole
     def rearrange(self, plan: RaggedPlan) -> None:  # type: ignore[override]
         heads = list(zip(self.sequences, plan.plans, strict=True))
         if not any(own.changes(seq.all_positions()) for seq, own in heads):
@@ -452,15 +461,18 @@ class RaggedLayer(Layer):
         if needed > self.blocks.available:
             self._resize(self.blocks.num_blocks + needed)
         ropes = [plan.plans[0].rope]
+        self.overwrites()
         for seq, own in zip(self.sequences, plan.plans, strict=True):  # new sequences, if resized
             self.blocks.rearrange([seq], own, ropes)
             if own.rotated is not None:
                 moves = own.rotated != 0
                 self.pool.rotate(seq.rows(PAGE_SIZE)[moves], own.rotated[moves], ropes)
         self.rope, self._step, self.changes = ropes[0], None, self.changes + 1
-        self.trim()
+        with contextlib.suppress(MemoryError, OSError):  # the tokens have gone; the pool may stay as it is
+            self.trim()
 
     @one_call_at_a_time
+    @whole
     def trim(self) -> None:
         """Move to a pool with a sixteenth more pages than are used, if more than a quarter are free now."""
         if self.sequences:
@@ -471,13 +483,19 @@ class RaggedLayer(Layer):
     def _take_rows(self, indices: Iterable[int]) -> None:
         if self.geometry is not None:
             heads, before, rows = self.geometry.heads, self.sequences, list(indices)
+            self.overwrites()
             self.sequences = [self.blocks.fork(before[i * heads + h]) for i in rows for h in range(heads)]
             for seq in before:
                 self.blocks.free(seq)
             self.geometry = self.geometry._replace(batch=len(rows))
             self._step, self.changes = None, self.changes + 1
 
+    def lose_rows(self) -> None:
+        super().lose_rows()
+        self.geometry = self.pool = self.blocks = self.sequences = self.store  # type: ignore[assignment]
+
     def forget_rows(self) -> None:
+        super().forget_rows()
         changes = self.changes
         self._forget()
         self.changes = changes + 1

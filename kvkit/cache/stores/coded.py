@@ -8,6 +8,7 @@ from typing import Any
 
 from kvkit import cpu
 from kvkit.cache.stores.allocation import Allocate
+from kvkit.cache.stores.attributes import Attributes
 from kvkit.cache.stores.codes import CodedSide
 from kvkit.cache.stores.memory import BeginAt, Geometry
 from kvkit.cache.stores.view import KVView
@@ -20,12 +21,17 @@ SIDES = "keys", "values"
 class CodeStore:
     """Stores the keys and values of a layer as codes, with the methods of `Store`."""
 
+    attributes = Attributes("sides", "rooms")
     capacity = 0  # sides grow by themselves
     rows_adjoin = False
 
     def __init__(self, geometry: Geometry, sides: list[CodedSide], read_back: bool) -> None:
         self.geometry, self.sides, self.read_back = geometry, sides, read_back
         self.rooms: list[tuple[Array, Any]] = []  # of each side in this update: (tail, its first row)
+
+    def counters(self) -> tuple[Any, ...]:
+        """Return the objects that count rows."""
+        return (self, *self.sides)
 
     def fits(self, new: int) -> bool:
         """Return whether there is room for new tokens."""

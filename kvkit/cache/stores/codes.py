@@ -10,6 +10,7 @@ import numpy as np
 
 from kvkit import cpu
 from kvkit.cache.stores.allocation import Allocate, copy_of, in_memory
+from kvkit.cache.stores.attributes import Attributes
 from kvkit.cache.stores.memory import copy_rows
 from kvkit.errors import argument_error
 from kvkit.formats import rotation_named
@@ -44,6 +45,11 @@ class CodedSide:
     scales. A block that loses all is freed. Removing a sink lowers `sink`, because no later token becomes a
     sink. If no token follows the sinks, `sink` returns to its first value.
     """
+
+    attributes = Attributes(
+        "sink", "length", "coded", "codes_read", "coded_before", "block_count", "tail_origin",
+        "sinks", "tail", "codes", "cells", "block_of", "allocate",
+    )  # fmt: skip
 
     def __init__(
         self, name: str, spec: Any, shape: tuple[int, ...], dtype: np.dtype[Any], sink: int, residual: int,
@@ -147,13 +153,14 @@ class CodedSide:
     def tail_at(self, tokens: int) -> int | None:
         """Return the row at which the tail's tokens will begin after `tokens` more; None without room.
 
-        They stay where they are, or move to row 0 if that overwrites none of them.
+        They stay where they are, or move to row 0 if that overwrites none that attention reads now.
         """
         need = self._tail_length_after(tokens)
         first = self.codes_end - self.tail_origin if self.tail_length else 0
         if first + need <= self.tail.shape[2]:
             return first
-        return 0 if need <= first else None
+        read = min(self.sink, self.length) + self.codes_read - self.tail_origin
+        return 0 if need <= min(first, read) else None
 
     def fits(self, tokens: int) -> bool:
         """Return whether there is room for more tokens."""

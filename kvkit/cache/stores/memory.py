@@ -75,11 +75,12 @@ def check_geometry(
 class Store:
     """Stores keys and values in memory: two arrays [B, Hkv, capacity, D], or one for latent rows."""
 
-    __slots__ = ("capacity", "geometry", "keys", "sides", "values")
+    __slots__ = ("capacity", "end", "geometry", "keys", "sides", "values")
     rows_adjoin = True  # whether the rows of a head are contiguous
 
     def __init__(self, geometry: Geometry, capacity: int, allocate: Allocate = in_memory) -> None:
         self.geometry, self.capacity = geometry, capacity
+        self.end = 0  # rows from here on are zeros; set before rows are written
         self.set_sides([allocate(shape, dtype) for shape, dtype in geometry.forms(capacity)])
 
     def set_sides(self, sides: Any) -> None:
@@ -93,7 +94,7 @@ class Store:
     def of_arrays(geometry: Geometry, capacity: int, sides: Sequence[Array]) -> Store:
         """Return a store of arrays that exist."""
         store = Store.__new__(Store)
-        store.geometry, store.capacity = geometry, capacity
+        store.geometry, store.capacity, store.end = geometry, capacity, capacity
         store.set_sides(sides)
         return store
 
@@ -103,6 +104,7 @@ class Store:
     def write(self, row: int, key_states: Array, value_states: Array) -> None:
         """Write new tokens to the rows from `row` on."""
         end = row + key_states.shape[2]
+        self.end = max(self.end, end)
         self.keys[:, :, row:end] = key_states
         if not self.geometry.joined:
             self.values[:, :, row:end] = value_states
@@ -128,6 +130,10 @@ class Store:
         for name, array in (("keys.address", self.keys), ("values.address", self.values)):
             params[cpu.attention.prepare.FIELD[name]] = cpu.launches.address(array) + row * array.strides[2]
 
+    def counters(self) -> tuple[Any, ...]:
+        """Return the objects that count rows: none, because the layer does."""
+        return ()
+
     def clear(self, begin: int, end: int) -> None:
         """Write zeros to rows."""
         for side in self.sides:
@@ -136,7 +142,7 @@ class Store:
     def keep_rows(self, rows: Array, first: int, rope: Any, rotated: Array | None) -> None:
         """Move rows to `first` and the rows after it; rotate their keys by `rotated` positions.
 
-        Little memory is allocated, because other layers may have changed already and this must not fail.
+        Little memory is allocated, because rows are lost if this fails.
         """
         self.copy_from(self, rows, first, rope, rotated)
 
@@ -149,14 +155,15 @@ class Store:
     def take(self, indices: Array, begin: int, end: int) -> None:
         """Replace row b of the batch by the old row ``indices[b]``, for some rows of tokens."""
         changed = [b for b, index in enumerate(indices) if index != b]
-        if changed:
-            sides = [side[:, :, begin:end] for side in self.sides]
-            taken = [side[indices[changed]] for side in sides]
-            for side, rows in zip(sides, taken, strict=True):
-                side[changed] = rows
+        for side in self.sides if changed else ():  # in steps, because memory must not end here
+            step = max(1, COPY_BYTES // max(1, len(changed) * side[0, :, :1].nbytes))
+            for first in range(begin, end, step):
+                rows = side[:, :, first : min(first + step, end)]
+                rows[changed] = rows[indices[changed]]
 
     def fill(self, store: Any, indices: Iterable[int], begin: int, end: int) -> None:
         """Copy rows [begin, end) of another store to the first rows; `indices` are the rows of its batch."""
+        self.end = end - begin
         for side, source in zip(self.sides, store.sides, strict=True):
             for b, index in enumerate(indices):
                 side[b, :, : end - begin] = source[index, :, begin:end]

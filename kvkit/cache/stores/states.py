@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvkit.cache.stores.allocation import Allocate, in_memory
+from kvkit.cache.stores.attributes import Attributes
 from kvkit.typed import Array
 
 NONE = -1  # the version of a state before the first token
@@ -55,6 +56,12 @@ class StateStore:
         attributes = {"current": self.current, "previous": self.previous, "checkpoints": self.checkpoints}
         attributes |= {"arrays": self.arrays}
         return StateStore, (self.geometry, self.versions), attributes
+
+    attributes = Attributes("current", "previous", "checkpoints")
+
+    def counters(self) -> tuple[Any, ...]:
+        """Return the objects that say which versions are used."""
+        return (self,)
 
     def arrays_of(self, version: int) -> dict[str, Array]:
         """Return views of a version's arrays, [B, ...] each; {} before the first token."""

@@ -1,0 +1,251 @@
+"""An interrupt, or the end of memory, inside a call: the cache is as before it or after it, or refuses."""
+
+import itertools
+import os
+import sys
+
+import numpy as np
+import pytest
+from kind_scenes import CODES, KINDS, append, attend, bits
+
+import kvkit
+from kvkit import KvkitError
+from kvkit.cache import Cache, DynamicLayer, QuantizedLayer, SharedLayer, SlidingWindowLayer, StaticLayer
+from kvkit.cache.stores import allocation
+from kvkit.cpu import launches
+from kvkit.runtime import arrays
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files left open
+ROOT = os.path.dirname(kvkit.__file__)
+REFUSAL = "interrupted call"
+
+
+def mixed():
+    layers = DynamicLayer(), SlidingWindowLayer(40), QuantizedLayer(*CODES, 4, 2), StaticLayer(80)
+    return Cache([*layers, SharedLayer(0)], rope="none")
+
+
+def rows_of(cache):
+    """Return what has the calls that move tokens."""
+    return getattr(cache, "rows", cache)
+
+
+CALLS = {
+    "update": lambda cache: append(cache, 3, 50, indexes=False),
+    "crop": lambda cache: cache.crop(-1),
+    "remove": lambda cache: rows_of(cache).remove(2, 5),
+    "remove, close": lambda cache: rows_of(cache).remove(2, 5, close=True),
+    "retain": lambda cache: rows_of(cache).retain([0, 2, 3, 9, 10, 11]),
+    "shift": lambda cache: rows_of(cache).shift(4, None, 3),
+    "reorder": lambda cache: cache.reorder([1, 0]),
+    "select": lambda cache: cache.select([1, 0, 0]),
+    "repeat": lambda cache: cache.repeat(2),
+    "compress": lambda cache: rows_of(cache).compress("knorm", keep=0.5),
+    "compress by head": lambda cache: cache.compress("knorm", budget=[[3, 9]] * len(cache)),
+    "reset": lambda cache: cache.reset(),
+    "reserve": lambda cache: cache.reserve(70),
+    "record": lambda cache: cache.activate_past_recording(),
+    "offload": lambda cache: cache.offload("/tmp", only_non_sliding=False),
+}
+
+
+def append_all(cache, count, seed):
+    """Append to every layer that has rows of its own, and attend."""
+    if len(cache) == 1 or isinstance(cache.layers[1], SharedLayer):
+        return append(cache, count, seed)
+    batch = cache.layers[0].batch_size or 2
+    new = np.random.default_rng(seed).standard_normal((batch, 2, count, 16)).astype(np.float32)
+    for i in range(len(cache) - 1):
+        cache.update(new, new, i)
+    return attend_all(cache)
+
+
+def attend_all(cache):
+    if len(cache) == 1 or isinstance(cache.layers[1], SharedLayer):
+        return attend(cache)
+    query = (
+        np.random.default_rng(7).standard_normal((cache.layers[0].batch_size, 4, 1, 16)).astype(np.float32)
+    )
+    return [cache.attend(query, i) for i in range(len(cache))]
+
+
+def filled(kind, files):
+    cache = (KINDS | {"mixed": mixed})[kind]()
+    if files:
+        cache.offload("/tmp", only_non_sliding=False)
+    for seed, count in enumerate((9, 2, 1)):
+        append_all(cache, count, 10 * seed)
+    return cache
+
+
+def attended(cache):
+    """Return the bits of attention, or why windows are no longer there after a crop."""
+    try:
+        return bits(attend_all(cache))
+    except KvkitError as error:
+        if REFUSAL in str(error):
+            raise
+        return str(error)
+
+
+def outcome(cache):
+    """Return all that one sees of a cache, before and after more tokens."""
+    layers = cache.layers
+    seen = [
+        [*map(str, (one.get_seq_length(), one.batch_size, one.positions, one.rope_shifts))] for one in layers
+    ]
+    empty = not layers[0].batch_size or not layers[0].get_seq_length()
+    before = [] if empty else attended(cache)
+    stored = [bits(map(np.asarray, one.stored())) for one in layers if one.has_rows and not empty]
+    return seen, before, stored, bits(append_all(cache, 2, 90)), bits(append_all(cache, 1, 91))
+
+
+def outcome_or_refusal(cache):
+    try:
+        return outcome(cache)
+    except KvkitError as refusal:
+        return str(refusal)
+
+
+def interrupted(call, cache, line, error):
+    """Raise an error at a line of kvkit's code that a call comes to; return whether the call came so far."""
+    left, raised = line, False
+
+    def at_line(frame, event, argument):
+        nonlocal left, raised
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raised = True
+                raise error
+        return at_line
+
+    sys.settrace(lambda frame, event, argument: at_line if in_package(frame) else None)
+    try:
+        call(cache)
+    except error:
+        pass
+    finally:
+        sys.settrace(None)
+        for lock in (launches.running, cache._lock, *(layer._lock for layer in cache.layers)):
+            while lock._is_owned():  # a trace can raise between the end of a block and its lock's release
+                lock.release()
+    return raised
+
+
+def in_package(frame):
+    name = frame.f_code.co_filename
+    return name.startswith(ROOT) and "/locks.py" not in name
+
+
+def legal(kind, call):
+    """Return the outcomes before and after a call; None where it is refused."""
+    before, after = filled(kind, False), filled(kind, False)
+    try:
+        CALLS[call](after)
+    except (KvkitError, RuntimeError, TypeError, AttributeError, ValueError):
+        return None
+    return outcome(before), outcome(after)
+
+
+def check_lines(kind, call, files, error, first, stride):
+    """Raise at every line from `first` on, in strides; return how often the cache was old, new or refused."""
+    outcomes = legal(kind, call)
+    if outcomes is None or (call == "update" and kind == "mixed"):  # an update is of one layer
+        pytest.skip("refused")
+    counts = {"old": 0, "new": 0, "refused": 0}
+    for line in itertools.count(first, stride):
+        cache = filled(kind, files)
+        if not interrupted(CALLS[call], cache, line, error):
+            break
+        found = outcome_or_refusal(cache)
+        if isinstance(found, str):
+            assert REFUSAL in found, line
+            counts["refused"] += 1
+            check_refused(cache, line)
+        else:
+            assert found in outcomes, line
+            counts["old" if found == outcomes[0] else "new"] += 1
+        if files:
+            cache.close()
+    assert outcome(filled(kind, False)) == outcomes[0]
+    return counts
+
+
+def check_refused(cache, line):
+    """Check that every later call is refused, and that a reset cache is as a new one."""
+    lost = [layer for layer in cache.layers if layer.of is None]
+    calls = (lambda layer: layer.get_seq_length(), lambda layer: layer.keys, lambda layer: layer.crop(-1))
+    for call, layer in itertools.product(calls, () if hasattr(cache, "rows") else lost):
+        if layer.has_rows:
+            with pytest.raises(KvkitError, match=REFUSAL):
+                call(layer)
+    with pytest.raises(KvkitError, match=REFUSAL):
+        append_all(cache, 1, 0)
+    with pytest.raises(KvkitError, match=REFUSAL):
+        cache.save("/tmp/never.npz")
+    if hasattr(cache, "rows"):
+        with pytest.raises(KvkitError, match=REFUSAL):
+            cache.reset()
+        return
+    cache.reset()
+    append_all(cache, 4, 0)
+    assert {layer.get_seq_length() for layer in cache.layers} == {4}, line
+
+
+EVERY = [*KINDS, "mixed"]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("kind", EVERY)
+def test_an_error_at_some_lines_of_a_call(kind, call):
+    number = EVERY.index(kind) + 3 * list(CALLS).index(call)
+    error = (KeyboardInterrupt, MemoryError)[number % 2]
+    check_lines(kind, call, number % 3 == 0, error, 1 + number % 29, 29)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("files", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("kind", EVERY)
+def test_an_error_at_every_line_of_a_call(kind, call, files, error):
+    check_lines(kind, call, files, error, 1, 1)
+
+
+class Failing:
+    """Allocates arrays in memory until it has none left."""
+
+    def __init__(self):
+        self.left = None
+
+    def __call__(self, shape, dtype):
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise MemoryError
+        return arrays.zeros(shape, dtype)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("kind", [*(kind for kind in KINDS if not kind.startswith("paged")), "mixed"])
+def test_an_allocation_that_fails_leaves_every_layer_as_it_was(kind, call, monkeypatch):
+    outcomes = legal(kind, call)
+    if outcomes is None:
+        pytest.skip("refused")
+    for left in itertools.count():
+        cache, allocate = filled(kind, False), Failing()
+        for layer in cache.layers:
+            layer.lie_in(allocate)
+        monkeypatch.setattr(allocation, "InFiles", lambda folder, allocate=allocate: allocate)
+        allocate.folder, allocate.left = None, left
+        try:
+            CALLS[call](cache)
+        except MemoryError:
+            allocate.left = None
+            found = outcome(cache)
+            assert found == outcomes[0] or call.startswith("compress") or (call, kind) == ("update", "mixed")
+        else:
+            allocate.left = None
+            break
+    assert outcome(cache) == outcomes[1]
