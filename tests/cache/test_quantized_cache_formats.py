@@ -111,7 +111,7 @@ def test_bytes_per_token():
     ("how", "message"),
     [
         *(
-            ({"format": name}, r"format: expected None or e4m3, .*, got .*")
+            ({"format": name}, r"format: expected one of e4m3, .*, got .*")
             for name in ("mxfp4", "int4:g32:channel+hadamard", "nvfp4", "nowhere.py:Mine", "", 8)
         ),
         ({"format": "q8_0", "scale": 1.0}, "scale: expected None, because codes have computed scales"),

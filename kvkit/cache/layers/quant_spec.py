@@ -74,7 +74,7 @@ class QuantSpec:
         if self.format is not None:
             known = ALIASES.get(self.format, self.format) if isinstance(self.format, str) else None
             if known not in STORED:
-                in_place = f"None or {', '.join(STORED)}, which attention reads in place"
+                in_place = f"one of {', '.join(STORED)}, which attention reads in place, or None"
                 wanted = f"{in_place} (`kvkit study` shows what other formats do to a cache)"
                 raise argument_error("format", wanted, repr(self.format))
             object.__setattr__(self, "format", known)  # a field of a frozen class
