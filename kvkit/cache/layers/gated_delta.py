@@ -7,7 +7,9 @@ from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 
+from kvkit.cache.base import one_call_at_a_time
 from kvkit.cache.layers import requests
+from kvkit.cache.layers.changes import whole
 from kvkit.cache.layers.state import StateLayer, state_span, up_to
 from kvkit.cache.stores.states import NONE, StateForms
 from kvkit.checks.arguments import ConvArguments
@@ -65,6 +67,8 @@ class GatedDeltaLayer(StateLayer):
     (5, (1, 2, 4, 4))
     """
 
+    attributes = StateLayer.attributes.extended("_recordings")
+
     def __init__(
         self,
         heads: int,
@@ -99,6 +103,8 @@ class GatedDeltaLayer(StateLayer):
     # Computing
 
     @returns_input_kind
+    @one_call_at_a_time
+    @whole
     def step(
         self,
         qkv: Array,
@@ -139,34 +145,32 @@ class GatedDeltaLayer(StateLayer):
         KvkitError
             If an argument is wrong. Then the layer has not changed.
         """
-        with self._lock:
-            fmt = checked_format("qkv", qkv, FLOATS, 3)
-            batch, tokens, channels = qkv.shape
-            if channels != self.conv_channels or not batch or (self.batch_size or batch) != batch:
-                wanted = f"shape [{self.batch_size or 'B'}, tokens, {self.conv_channels}]"
-                raise argument_error("qkv", wanted, describe(qkv))
-            inner = (self.heads, self.dk) if self.kind == "kda" else (self.heads,)
-            for name, array, shape in (("a", a, inner), ("b", b, inner[:1])):
-                checked_format(name, array, FLOATS, 2 + len(shape))
-                if array.shape != (batch, tokens, *shape):
-                    raise argument_error(name, f"shape {(batch, tokens, *shape)}", f"shape {array.shape}")
-            if not isinstance(gates, (tuple, list)) or len(gates) != 2:
-                raise argument_error("gates", "a pair (a_log, dt_bias)", describe(gates))
-            g, beta = delta_gates(
-                a, b, *gates, kind=self.kind, lower_bound=lower_bound, double_beta=double_beta
-            )
-            integer("chunk", chunk, 1, 256)
-            starts = np.arange(batch + 1) * tokens
-            rows = qkv.reshape(-1, channels)
-            checked_conv(ConvArguments(rows, conv_weight, conv_bias, None, None, "silu", starts))
-            if conv_weight.shape[1] != self.conv_width:
-                wanted = f"shape {(channels, self.conv_width)}"
-                raise argument_error("conv_weight", wanted, f"shape {conv_weight.shape}")
-            before = self.span.length
-            arrays = self._begin_step(StateForms(batch, self.state_forms(fmt.dtype)), tokens)
-            window = np.concatenate([arrays["conv"], np.swapaxes(qkv, 1, 2)], axis=2)
-            mixed, _ = causal_conv(rows, conv_weight, conv_bias, state=arrays["conv"], starts=starts)
-            return self._run(self._parted(mixed, batch), g, beta, arrays, chunk, before, window)
+        fmt = checked_format("qkv", qkv, FLOATS, 3)
+        batch, tokens, channels = qkv.shape
+        if channels != self.conv_channels or not batch or (self.batch_size or batch) != batch:
+            wanted = f"shape [{self.batch_size or 'B'}, tokens, {self.conv_channels}]"
+            raise argument_error("qkv", wanted, describe(qkv))
+        inner = (self.heads, self.dk) if self.kind == "kda" else (self.heads,)
+        for name, array, shape in (("a", a, inner), ("b", b, inner[:1])):
+            checked_format(name, array, FLOATS, 2 + len(shape))
+            if array.shape != (batch, tokens, *shape):
+                raise argument_error(name, f"shape {(batch, tokens, *shape)}", f"shape {array.shape}")
+        if not isinstance(gates, (tuple, list)) or len(gates) != 2:
+            raise argument_error("gates", "a pair (a_log, dt_bias)", describe(gates))
+        g, beta = delta_gates(a, b, *gates, kind=self.kind, lower_bound=lower_bound, double_beta=double_beta)
+        integer("chunk", chunk, 1, 256)
+        starts = np.arange(batch + 1) * tokens
+        rows = qkv.reshape(-1, channels)
+        checked_conv(ConvArguments(rows, conv_weight, conv_bias, None, None, "silu", starts))
+        if conv_weight.shape[1] != self.conv_width:
+            wanted = f"shape {(channels, self.conv_width)}"
+            raise argument_error("conv_weight", wanted, f"shape {conv_weight.shape}")
+        before = self.span.length
+        arrays = self._begin_step(StateForms(batch, self.state_forms(fmt.dtype)), tokens)
+        self.overwrites()
+        window = np.concatenate([arrays["conv"], np.swapaxes(qkv, 1, 2)], axis=2)
+        mixed, _ = causal_conv(rows, conv_weight, conv_bias, state=arrays["conv"], starts=starts)
+        return self._run(self._parted(mixed, batch), g, beta, arrays, chunk, before, window)
 
     def state_forms(self, dtype: Any) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
         """Return the shapes of the arrays of a state, without the batch, and their dtypes."""
@@ -204,7 +208,7 @@ class GatedDeltaLayer(StateLayer):
             return gated_delta_rule(*tokens, chunk=chunk, **options)[0]
         output, _, capsule = gated_delta_rule(*tokens, return_capsule=count, **options)
         gated_delta_replay(state, capsule, [count] * len(state))
-        self._recordings[before] = Recording(capsule, window)
+        self._recordings = {**self._recordings, before: Recording(capsule, window)}
         return output
 
     # Removing tokens and changing the batch
