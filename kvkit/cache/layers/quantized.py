@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kvkit.cache.base import one_call_at_a_time
 from kvkit.cache.layers.changes import whole
@@ -110,7 +111,11 @@ class QuantizedLayer(Layer):
         ]
         return CodeStore(geometry, sides, self.read_back)
 
-    _append = whole(Layer._append)  # an update changes the counters of codes, too
+    @whole  # an update changes the counters of codes, too
+    def _append(
+        self, key_states: Array, value_states: Array, cache_position: ArrayLike | None
+    ) -> tuple[States, States]:
+        return super()._append(key_states, value_states, cache_position)
 
     def _make_room(self, geometry: Geometry, end: int, keep: int) -> None:
         new, store = end - self.span.length, self.store
