@@ -47,9 +47,9 @@ class CodedSide:
     """
 
     attributes = Attributes(
-        "sink", "length", "coded", "codes_read", "coded_before", "block_count", "tail_origin",
-        "sinks", "tail", "codes", "cells", "block_of", "allocate",
-    )  # fmt: skip
+        *("sink", "length", "coded", "codes_read", "coded_before", "block_count", "tail_origin"),
+        *("sinks", "tail", "codes", "cells", "block_of", "allocate"),
+    )
 
     def __init__(
         self, name: str, spec: Any, shape: tuple[int, ...], dtype: np.dtype[Any], sink: int, residual: int,
