@@ -13,7 +13,7 @@ from kvkit.layouts import NAMED
 from kvkit.operators import OPERATORS, REQUIRED
 from kvkit_cli.main import VERBS
 
-PACK = pmx_pack()
+PACK = "PACK"  # stands for the folder of a pack, which each process of tests makes
 KV = "run key_value_cache"
 RUN = f"{KV} in.npz -o out.npz"
 ATTEND = "run multi_head_attention whole-attention.npz -o out.npz --set"
@@ -70,7 +70,7 @@ FINE = [  # the code; the command; texts in what it prints
 
 @pytest.mark.parametrize(("code", "command", "texts"), [(code, line, texts) for code, line, *texts in FINE])
 def test_fine(folder, code, command, texts):
-    found = kvkit(command)
+    found = kvkit(command.replace(PACK, str(pmx_pack())))
     assert (found[0], found[2]) == (code, "")
     assert all(text in found[1] for text in texts), found[1]
     assert "\x1b" not in found[1]
@@ -84,7 +84,7 @@ def test_fine(folder, code, command, texts):
      (0, "study hf.safetensors --schemes fp8")],
 )  # fmt: skip
 def test_quiet(folder, code, command):
-    assert kvkit(f"{command} -q") == (code, "", "")
+    assert kvkit(f"{command.replace(PACK, str(pmx_pack()))} -q") == (code, "", "")
 
 
 FOUND = {"minimum": 0, "maximum": 1, "nan": 16 * 2 * 64, "infinite": 1, "zero_rows": 2, "rows": 128}
