@@ -90,6 +90,12 @@ def gated_delta_step(
     KvkitError
         If an argument is wrong, or two sequences write one slot. Then nothing has been written.
 
+    Notes
+    -----
+    This is the recurrent step of Qwen3-Next (a decay for each head) and Kimi Linear (for each channel), and
+    does what FlashInfer's ``gated_delta_rule_decode_pretranspose`` and fla's ``fused_recurrent_kda`` do. All
+    is computed in float32; a state of bfloat16 is rounded once a token.
+
     Examples
     --------
     >>> import numpy as np, kvkit
@@ -184,8 +190,9 @@ def gated_delta_rule(
 
     Notes
     -----
-    In a chunk g is cut off at -200, as e^-200 is 0 in float32; decays are differences of sums in twice the
-    precision. A state of bfloat16 is rounded once, at the end of a call.
+    This is fla's ``chunk_gated_delta_rule`` and ``chunk_kda``, and ONNX's ``LinearAttention``. In a chunk g
+    is cut off at -200, as e^-200 is 0 in float32; decays are differences of sums in twice the precision. A
+    state of bfloat16 is rounded once, at the end of a call.
 
     Examples
     --------
@@ -250,6 +257,11 @@ def gated_delta_replay(
     KvkitError
         If an argument is wrong. Then nothing has been written.
 
+    Notes
+    -----
+    Rows of a capsule have the numbers of onnxruntime's ``state_update`` of ``GatedDeltaNet``: it stores all
+    decays of a request, then all keys, then all errors.
+
     Examples
     --------
     >>> import numpy as np, kvkit
@@ -275,7 +287,8 @@ def delta_gates(
     kind: str = "gdn",
     lower_bound: float | None = None,
     double_beta: bool = False,
-) -> tuple[Array, Array]:
+    out: Pair | None = None,
+) -> Pair:
     """Compute the gates g and beta of the delta rule from a model's raw gates.
 
     g = -e^a_log softplus(a + dt_bias), or with a bound lower_bound sigmoid(e^a_log (a + dt_bias)).
@@ -294,6 +307,8 @@ def delta_gates(
     lower_bound : float, optional
         The bound of g below 0 (GLM-5.3 and Bailing have -5).
     double_beta : bool
+    out : tuple of ndarray, optional
+        Arrays for g and beta; allocated if None.
 
     Returns
     -------
@@ -303,7 +318,12 @@ def delta_gates(
     Raises
     ------
     KvkitError
-        If an argument is wrong.
+        If an argument is wrong. Then nothing has been written.
+
+    Notes
+    -----
+    These are the gates of Qwen3-Next (``"gdn"``) and Kimi Linear (``"kda"``). Arrays of 16 bits are widened
+    first: transformers takes the sigmoid in the dtype of the model, which rounds beta to it.
 
     Examples
     --------
@@ -314,8 +334,8 @@ def delta_gates(
     (array([[-0.6931]], dtype=float32), array([[0.5]], dtype=float32))
     """
     given = GateArguments(a, b, a_log, dt_bias, kind, lower_bound, double_beta)
-    g, beta = compute_gates(checked_delta_gates(given))
-    return g.reshape(a.shape), beta  # type: ignore[return-value]
+    g, beta = compute_gates(checked_delta_gates(given), out)
+    return g, beta
 
 
 @returns_input_kind
@@ -365,6 +385,11 @@ def causal_conv(
     KvkitError
         If an argument is wrong. Then nothing has been written.
 
+    Notes
+    -----
+    This is causal-conv1d's ``causal_conv1d_fn`` and ONNX's ``CausalConvWithState``, with tokens in front of
+    channels.
+
     Examples
     --------
     >>> import numpy as np, kvkit
@@ -413,6 +438,10 @@ def causal_conv_update(
     ------
     KvkitError
         If an argument is wrong. Then nothing has been written.
+
+    Notes
+    -----
+    This is causal-conv1d's ``causal_conv1d_update``, of one token a sequence.
 
     Examples
     --------

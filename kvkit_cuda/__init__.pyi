@@ -80,7 +80,8 @@ def causal_conv_update(
 ) -> Array: ...
 def delta_gates(
     a: Array, b: Array, a_log: Array, dt_bias: Array, *, kind: str = "gdn",
-    lower_bound: float | None = None, double_beta: bool = False, stream: object = None
+    lower_bound: float | None = None, double_beta: bool = False, out: tuple[Array, Array] | None = None,
+    stream: object = None
 ) -> tuple[Array, Array]: ...
 def gated_delta_replay(
     state: Array, capsule: Array, accepted: Array, *, state_indices: Array | None = None,

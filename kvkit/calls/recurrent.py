@@ -8,26 +8,28 @@ import numpy as np
 
 from kvkit import cpu
 from kvkit.checks.recurrent import ConvCall, DeltaCall, GateCall, ReplayCall, capsule_size
-from kvkit.runtime.arrays import empty_result
 from kvkit.typed import Array, Pair
 
 FEW = 16  # tokens of the longest sequence below which a prompt runs token by token
 
 
-def compute_gates(call: GateCall) -> tuple[Array, Array | None]:
-    """Return g and beta of checked raw gates, as float32."""
-    g = empty_result(call.a.shape, np.float32)
-    beta = None if call.b is None else empty_result(call.b.shape, np.float32)
-    cpu.launches.start(cpu.recurrent.gates.prepare_gates(call, g, beta))
-    return g, beta
+def compute_gates(call: GateCall, out: Any = None) -> tuple[Array, ...]:
+    """Return g, and beta if there is a raw b, of checked raw gates, as float32."""
+    results = call.results.arrays(out)
+    g, *beta = written = [np.ascontiguousarray(each) for each in results]  # copies of an `out` with gaps
+    cpu.launches.start(cpu.recurrent.gates.prepare_gates(call, g, beta[0] if beta else None))
+    for result, array in zip(results, written, strict=True):
+        if result is not array:
+            result[...] = array
+    return results
 
 
 def with_gates(call: DeltaCall) -> DeltaCall:
     """Return the call with g and beta in place of raw gates."""
     if call.gates is None:
         return call
-    g, beta = compute_gates(call.gates)
-    return call._replace(g=g, beta=beta, gates=None)
+    g, *beta = compute_gates(call.gates)
+    return call._replace(g=g, beta=beta[0] if beta else None, gates=None)
 
 
 def run_delta(

@@ -54,6 +54,7 @@ class GateCall(NamedTuple):
     biases: Array
     bound: float | None
     double_beta: bool
+    results: Results
 
 
 class DeltaCall(NamedTuple):
@@ -324,7 +325,9 @@ def gate_call(
             raise argument_error(name, f"shape {shape}", array.shape)
     logs = a_log[1].astype(np.float32).reshape(-1, *[1] * (len(inner) - 1))
     rates = np.ascontiguousarray(np.broadcast_to(np.exp(logs), inner))
-    return GateCall(a, b, rates, dt_bias[1].astype(np.float32, order="C"), bound, double)
+    forms = {name: (x.shape, FLOAT32.dtype) for name, x in named_arrays(g=a, beta=b)}
+    biases = dt_bias[1].astype(np.float32, order="C")
+    return GateCall(a, b, rates, biases, bound, double, Results(forms, []))
 
 
 def checked_delta_gates(call: GateArguments) -> GateCall:
@@ -345,7 +348,10 @@ def checked_delta_gates(call: GateArguments) -> GateCall:
     double = flag("double_beta", call.double_beta)
     a, b = (np.ascontiguousarray(each, np.float32) for each in (call.a, call.b))
     a = a.reshape(-1, *call.a.shape[len(outer) - 1 :])
-    return gate_call(a, b, ("a_log", call.a_log), ("dt_bias", call.dt_bias), bound, double)
+    gates = gate_call(a, b, ("a_log", call.a_log), ("dt_bias", call.dt_bias), bound, double)
+    inputs = named_arrays(a=call.a, b=call.b, a_log=call.a_log, dt_bias=call.dt_bias)
+    forms = {"g": (call.a.shape, FLOAT32.dtype), "beta": (call.b.shape, FLOAT32.dtype)}
+    return gates._replace(results=Results(forms, inputs))
 
 
 def capsule_size(heads: int, keys: int, dk: int, dv: int, channels: int) -> int:

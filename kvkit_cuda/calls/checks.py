@@ -59,7 +59,7 @@ class Computed:
 
     arrays: dict[str, Array]  # the results that are not arguments, by name
     changed: dict[str, Array]  # arguments that changed in place, on the host
-    results: Results  # of the first array
+    results: Results  # of the arrays that `out` may give
 
 
 def fill(record: type[Record], values: Values, **others: object) -> Record:
@@ -290,8 +290,9 @@ def compute_on_cpu(op: Operator, values: Values, step: Packed | None) -> Compute
     named = dict(zip(names, found if isinstance(found, tuple) else (found,), strict=True))
     arrays = {name: array for name, array in named.items() if name not in changed}
     inputs = [(each.name, values[each.name]) for each in op.inputs if each.dtypes is not INDEX]
-    first = [(name, (array.shape, array.dtype)) for name, array in arrays.items()][:1]
-    results = Results(dict(first), [pair for pair in inputs if pair[1] is not None], alone=True)
+    usual = [each.name for each in op.outputs if not each.only_with and each.name not in values]
+    forms = {name: (arrays[name].shape, arrays[name].dtype) for name in usual}
+    results = Results(forms, [pair for pair in inputs if pair[1] is not None], alone=len(forms) == 1)
     return Computed(arrays, changed, results)
 
 

@@ -30,16 +30,14 @@ def outputs(results, usual, out, source, stream):
 def computed(names, call, values, source, stream):
     """Return (operands of new results, what the call returns) of a call that the CPU has computed.
 
-    Results that are arguments, changed in place, are the caller's own arrays. `out` is the first result.
+    Results that are arguments, changed in place, are the caller's own arrays; `out` gives no others.
     """
-    targets: dict[str, Any] = {}
+    usual = call.results.forms
+    operands, given = outputs(call.results, len(usual), values.get("out"), source, stream)
+    targets = dict(zip(usual, [given] if call.results.alone else given, strict=True))
     for name, array in call.arrays.items():
-        if not targets and values.get("out") is not None:
-            targets[name] = values["out"]
-            operand = arrays.operand("out", targets[name], stream)
-            call.results.checked(operand.seen)
-        else:
+        if name not in targets:
             targets[name] = source.like(array.shape, array.dtype, stream)
+            operands.append(arrays.operand(name, targets[name], stream))
     returned = tuple(targets[name] if name in targets else values[name] for name in names)
-    operands = [arrays.operand(name, target, stream) for name, target in targets.items()]
     return operands, returned if len(returned) > 1 else returned[0]

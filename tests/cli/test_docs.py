@@ -17,6 +17,7 @@ from benchmarks import many_cores, plot
 from examples import run_examples
 from kvkit.operators import OPERATORS, REQUIRED
 from kvkit.operators.attributes import ATTRIBUTES
+from kvkit.operators.operator import IN_PYTHON
 from kvkit_cli.main import main as kvkit_main
 
 ROOT = Path(__file__).parents[2]
@@ -76,8 +77,9 @@ def test_table_is_the_signature(op):
     assert positional == [array.name for array in op.inputs if not array.keyword]
     if op.outputs:
         assert keywords.pop("out") is None
-    assert keywords.pop("extra", None) is None  # several arrays, in Python alone
-    by_keyword = {array.name: None for array in op.inputs if array.keyword}
+    for name in IN_PYTHON:  # several arrays, in Python alone
+        assert keywords.pop(name, None) is None
+    by_keyword = {array.name: None if array.optional else REQUIRED for array in op.inputs if array.keyword}
     assert keywords == {attribute.name: attribute.default for attribute in op.attributes} | by_keyword
     for attribute in op.attributes:
         assert attribute.default in (None, REQUIRED) or type(attribute.default) is attribute.kind
@@ -90,7 +92,9 @@ def test_every_attribute_is_one_of_an_operator():
 @pytest.mark.parametrize("op", OPERATORS.values(), ids=lambda op: op.name)
 def test_docstring_names_everything(op):
     text = inspect.getdoc(op.function())
-    for name in [array.name for array in (*op.inputs, *op.outputs)] + [a.name for a in op.attributes]:
+    in_python = [name for name in IN_PYTHON if name in inspect.signature(op.function()).parameters]
+    names = [each.name for each in (*op.inputs, *op.outputs, *op.attributes)] + in_python
+    for name in names:
         assert re.search(rf"\b{name}\b", text), name
     for section in ("Parameters", "Returns", "Raises", "Notes", "Examples"):
         assert f"\n{section}\n---" in text
