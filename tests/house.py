@@ -1,7 +1,7 @@
 """Count what makes the code hard to read: `python tests/house.py` prints each count and its limit.
 
-`tests/test_laws.py` holds the counts to the limits. A change may lower a limit, never raise one, but for
-lines: what a new room takes is added to its package's.
+`tests/test_laws.py` holds the counts to the limits. A change may lower a limit, never raise one. Lines have a
+target and no limit: the script prints it beside what each room takes, in the package and in its tests.
 """
 
 import ast
@@ -151,12 +151,12 @@ def most_files_of_an_operator(sources: Trees) -> int:
 
 
 LIMITS = {
-    "lines of kvkit": 64_000, "lines of kvkit_cuda": 11_500, "lines of cli": 3_200, "lines of tests": 52_000,
     "calls of locals()": 0, "class names that stand twice": 0, "functions of one name": 3,
     "files that name one operator": 8, "functions too long to see at once": 0,
     "docstrings without a subject": 0, "calls with eight or more positional arguments": 13,
     "parameters without a type": 0,
 }  # fmt: skip
+TARGETS = {"kvkit": 50_000, "tests": 40_000}  # lines, below what they are
 
 
 @functools.cache
@@ -164,10 +164,6 @@ def counts() -> dict[str, int]:
     """Return every count by its subject."""
     everything, host, kvkit = trees(*PACKAGES), trees("kvkit", "cli"), trees("kvkit")
     return {
-        "lines of kvkit": lines("kvkit"),
-        "lines of kvkit_cuda": lines("kvkit_cuda"),
-        "lines of cli": lines("cli"),
-        "lines of tests": lines("tests"),
         "calls of locals()": locals_calls(everything),
         "class names that stand twice": len(repeated_classes(host)),
         "functions of one name": most_namesakes(host),
@@ -179,8 +175,21 @@ def counts() -> dict[str, int]:
     }
 
 
+def price(room: str) -> tuple[int, int]:
+    """Return the lines of a room of kvkit, and those of the tests that have its name."""
+    tests = lines(f"tests/{room}") if (ROOT / "tests" / room).is_dir() else 0
+    return lines(f"kvkit/{room}"), tests
+
+
 if __name__ == "__main__":
     for subject, count in counts().items():
         print(
             f"{'ok  ' if count <= LIMITS[subject] else 'over'} {subject}: {count} (at most {LIMITS[subject]})"
         )
+    for package in (*PACKAGES, "tests"):
+        target = f" (target {TARGETS[package]:,})" if package in TARGETS else ""
+        print(f"     lines of {package}: {lines(package):,}{target}")
+    for path in sorted((ROOT / "kvkit").iterdir()):
+        if (path / "__init__.py").exists():
+            own, of_tests = price(path.name)
+            print(f"     lines of kvkit/{path.name}: {own:,}, of its tests {of_tests:,}")
