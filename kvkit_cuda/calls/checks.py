@@ -280,12 +280,18 @@ def stack_pieces(source: Any, target: Any, count: Any) -> Array:
 
 
 def compute_on_cpu(op: Operator, values: Values, step: Packed | None) -> Computed:
-    """Call an operator on the CPU, which checks its arguments; arrays on the host change in place."""
+    """Call an operator on the CPU, which checks its arguments; arrays on the host change in place.
+
+    With an `out`, which is checked later, copies change instead.
+    """
     function = inspect.unwrap(op.function())
-    more = {name: values[name] for name in IN_PYTHON if name != "out" and name in values}
-    found = function(**{each.name: values[each.name] for each in op.parameters} | more)
     changed = {each.name: values[each.name] for each in op.inputs if each.inout}
     changed = {name: array for name, array in changed.items() if array is not None}
+    if changed and values.get("out") is not None:
+        check(op, values)
+        changed = {name: array.copy() for name, array in changed.items()}
+    more = {name: values[name] for name in IN_PYTHON if name != "out" and name in values}
+    found = function(**{each.name: values[each.name] for each in op.parameters} | more | changed)
     names = op.returned(values)
     named = dict(zip(names, found if isinstance(found, tuple) else (found,), strict=True))
     arrays = {name: array for name, array in named.items() if name not in changed}

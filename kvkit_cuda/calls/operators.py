@@ -180,6 +180,8 @@ def run(op, step, values, stream, repeatable=None):
     for name, array in call.changed.items() if kind is COMPUTED else ():
         if there_before[name].on_device:
             ready.changed.append((array, there_before[name].seen))
+        elif array is not there_before[name].seen:
+            np.copyto(there_before[name].seen, array)
     made_launches = kind.launches(ready)
     with prepared.RUNNING:
         for launch in made_launches:  # nothing was written before, and launches cannot fail

@@ -103,3 +103,29 @@ def test_what_the_cpu_computes(taken):
     kvkit_cuda.gated_delta_replay(there["state"], Array(capsule), **accepted)
     assert np.array_equal(contents(there["state"]), given["state"])
     assert not taken
+
+
+@pytest.mark.parametrize("kind", [np.array, Array], ids=["host", "device"])
+def test_out_of_what_the_cpu_computes(kind):
+    """With a wrong `out` states stay; with a right one it and the states change, on host and device."""
+    rng = np.random.default_rng(0)
+    inputs = {"x": rng.random((3, 5), np.float32), "weight": rng.random((5, 4), np.float32)}
+    state = rng.random((6, 5, 3), np.float32)
+    given = {name: kind(array.copy()) for name, array in (inputs | {"state": state}).items()}
+    slots = {"state_indices": [4, -1, 0]}
+    for shape, dtype in (((3, 4), np.float32), ((3, 5), np.float16)):
+        with pytest.raises(kvkit.KvkitError, match=r"^out: expected "):
+            kvkit_cuda.causal_conv_update(**given, **slots, out=kind(np.zeros(shape, dtype)))
+        assert np.array_equal(contents(given["state"]), state)
+    out = kind(np.zeros((3, 5), np.float32))
+    expected = kvkit.causal_conv_update(**inputs, state=state, **slots)
+    assert kvkit_cuda.causal_conv_update(**given, **slots, out=out) is out
+    assert np.array_equal(contents(out), expected)
+    assert np.array_equal(contents(given["state"]), state)
+    a, b, a_log, bias = (kind(rng.random(shape, np.float32)) for shape in ((3, 5), (3, 5), (5,), (5,)))
+    results = kind(np.zeros((3, 5), np.float32)), kind(np.zeros((3, 5), np.float32))
+    g, beta = kvkit_cuda.delta_gates(a, b, a_log, bias, out=results)
+    assert (g is results[0]) and (beta is results[1])
+    expected = kvkit.delta_gates(*map(contents, (a, b, a_log, bias)))
+    assert np.array_equal(contents(g), expected[0])
+    assert np.array_equal(contents(beta), expected[1])
