@@ -125,7 +125,8 @@ def test_out_of_what_the_cpu_computes(kind):
     a, b, a_log, bias = (kind(rng.random(shape, np.float32)) for shape in ((3, 5), (3, 5), (5,), (5,)))
     results = kind(np.zeros((3, 5), np.float32)), kind(np.zeros((3, 5), np.float32))
     g, beta = kvkit_cuda.delta_gates(a, b, a_log, bias, out=results)
-    assert (g is results[0]) and (beta is results[1])
+    assert g is results[0]
+    assert beta is results[1]
     expected = kvkit.delta_gates(*map(contents, (a, b, a_log, bias)))
     assert np.array_equal(contents(g), expected[0])
     assert np.array_equal(contents(beta), expected[1])
