@@ -22,10 +22,9 @@ from kvkit.tools.contents import Source
 from kvkit.tools.inspection import fitting_layouts
 from kvkit.tools.names import NAMES, PAGED_NAMES, SIDES, rename_tables, some_names
 from kvkit.tools.source import CacheSource
+from kvkit.tools.state_names import STATES
 
 TABLES = "block_tables", "cachestarts", "kv_indices"
-# Pools of states: of the rule or of Mamba, and of convolutions.
-STATES = tuple(f"{kind}_state{plural}" for kind in ("recurrent", "ssm", "conv") for plural in ("", "s"))
 KNOWN = (
     *TABLES,
     "context_lens", "kv_indptr", "kv_last_page_len", "kvstarts", "num_blocks", "page_size", "placeholder",

@@ -18,6 +18,7 @@ from kvkit.layouts.views import KV
 from kvkit.tools.contents import Source
 from kvkit.tools.names import SIDES
 from kvkit.tools.source import CacheSource, ds_v4_as_rows
+from kvkit.tools.state_names import StateArrays, find_states, kind_of_state
 from kvkit.tools.text import columns, size
 
 SHOWN = 40  # the most arrays or layers in a text; to_dict() has all
@@ -100,6 +101,8 @@ class Inspection:
         Statistics of keys and values by layer, or of each array if no layout is known; [] without ``stats``.
     sliding : Inspection, optional
         Description, sizes, tables and statistics of the second cache, which has the layers with a window.
+    states : list of StateArrays
+        Arrays of recurrent states and of the last inputs of convolutions, by the names that engines use.
     """
 
     kind: str
@@ -112,6 +115,7 @@ class Inspection:
     use: TableUse | None = None
     numbers: list[Numbers] = field(default_factory=list)
     sliding: Inspection | None = None
+    states: list[StateArrays] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as values that JSON can hold."""
@@ -123,6 +127,7 @@ class Inspection:
         parts = self.facts()
         if self.sliding is not None:
             parts += [f"{self.sliding.kind}:", *self.sliding.facts()]
+        parts.append("\n".join(map(str, self.states)))
         parts.append("\n".join(f"note: {printable(note)}" for note in self.notes))
         rows = [(entry.name, entry.dtype, str(entry.shape), size(entry.bytes)) for entry in self.arrays]
         count = f"{len(rows)} array{'s' * (len(rows) != 1)}"
@@ -200,7 +205,9 @@ def inspect(source: Source, *, layout: str | None = None, sizes: Mapping[str, in
         [InspectedArray(name, array.dtype.name, array.shape, array.nbytes) for name, array in arrays],
         contents.description,
         {name: value for name, value in contents.metadata.items() if name not in SHOWN_ELSEWHERE},
-        (*found.notes, *found.unread(READ_BESIDE), *not_understood(found)),
+        (*found.notes, *found.unread((*READ_BESIDE, *filter(kind_of_state, found.arrays))),
+         *not_understood(found)),
+        states=find_states(found.arrays),
         fits=[] if found.layout or cache is None else fitting_layouts(cache, stats),
         **facts_of(found, stats),
         sliding=None if second is None else Inspection(

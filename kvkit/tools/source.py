@@ -43,6 +43,7 @@ from kvkit.tools.names import (
     some_names,
 )
 from kvkit.tools.saved_pages import pages_of_cells, pages_of_saved
+from kvkit.tools.state_names import kind_of_state
 
 LINE, LATENT_LINE = "l kv | b n h c", "l | b n c"  # the layouts that `convert` writes with a new format
 DS_V4_LAYOUT = "flashmla-ds-v4"  # a block has codes of all tokens, then their scales
@@ -239,7 +240,7 @@ class CacheSource(CacheArrays):
     def pattern_to_give(self) -> str:
         """Return words that propose a pattern of the names of large arrays; "" without any."""
         likely = [name for name, x in self.arrays.items() if x.ndim > 2 and x.dtype.kind not in "US"]
-        pattern = common_pattern(likely)
+        pattern = common_pattern(name for name in likely if kind_of_state(name) is None)
         return "" if pattern is None else f", or a pattern (fused={pattern}, say, and its layout)"
 
     def check_levels(self) -> None:

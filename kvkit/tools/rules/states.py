@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from kvkit.tools.case import STATES, Case
+from kvkit.tools.case import Case
 from kvkit.tools.findings import Seen, rule
+from kvkit.tools.state_names import STATES
 
 
 def state_indices(case: Case) -> np.ndarray | None:
