@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 import numpy as np
 
 from kvkit.errors import argument_error, describe
+from kvkit.tools.state_names import CONV, RECURRENT, kind_of_state
 
 WORDS = {
     "l": "layer", "kv": "side", "s": "sequence", "b": "page", "n": "position", "t": "token", "h": "head",
@@ -33,6 +34,11 @@ DIMENSIONS = {  # {dimension in a docstring's shape: its axis}
 BY_NAME = {  # the last axes of arrays without a content axis, or with two axes of tokens
     "lse": "s t h", "slopes": "h", "alibi_slopes": "s h", "sinks": "h", "key_scale": "s h",
     "value_scale": "s h", "mask": "s h query key", "attn_mask": "s h query key",
+}  # fmt: skip
+
+STATE_AXES = {  # {(kind of a state, number of axes): its axes}
+    (RECURRENT, 2): "s entry", (RECURRENT, 4): "s h row column", (RECURRENT, 5): "l s h row column",
+    (CONV, 2): "s entry", (CONV, 3): "s channel column", (CONV, 4): "l s channel column",
 }  # fmt: skip
 
 
@@ -67,6 +73,9 @@ def usual_axes(name: str, array: np.ndarray) -> tuple[str, ...]:
         lines = [line for line in lines if len(line) == len(shape) and shape[line.index("kv")] == 2]
         if lines:
             return max(lines, key=lambda line: shape[line.index("n")])
+    of_state = STATE_AXES.get((kind_of_state(name) or "", array.ndim))
+    if of_state is not None:
+        return tuple(of_state.split())
     if name in BY_NAME and 0 < array.ndim <= len(BY_NAME[name].split()):
         return tuple(BY_NAME[name].split()[-array.ndim :])
     return tuple(BY_NDIM.get(array.ndim, "").split()) or unknown

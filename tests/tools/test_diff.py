@@ -117,6 +117,28 @@ def test_keys_and_values_swapped():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["layers.0.ssm_state", "state", "cache_s_l3"])
+@pytest.mark.parametrize("sizes", [(8, 8), (6, 10)], ids=str)
+def test_states_in_the_other_order(rng, name, sizes):
+    """If dk = dv, no shape tells KV from VK; of other sizes the bytes of one are read as the other."""
+    right = rng.standard_normal((3, 4, *sizes), np.float32)
+    wrong = np.ascontiguousarray(right.swapaxes(2, 3)).reshape(right.shape)
+    for pair in ((right, wrong), (wrong, right)):
+        found = diff(*({name: array} for array in pair))
+        assert [(each.name, each.explained == each.differing) for each in found.causes] == [
+            ("state in the other order", True)
+        ]
+    assert found.arrays[0].axes[-1] in ("column", "element")
+
+
+def test_axes_of_states(rng):
+    right = {"recurrent_states": rng.random((3, 4, 8, 8)), "conv_states": rng.random((3, 96, 3))}
+    found = diff(right, {name: array + 1 for name, array in right.items()})
+    assert [each.axes for each in found.arrays] == [
+        ("sequence", "head", "row", "column"), ("sequence", "channel", "column")
+    ]  # fmt: skip
+
+
 def test_nibbles_swapped():
     codes, _ = coded(np.float32, 4)
     byte = codes["key"].view(np.uint8)
@@ -195,7 +217,8 @@ def test_floats_that_were_narrowed_otherwise(dtype, low, cause):
 
 
 def test_every_cause_is_tested():
-    assert set(CAUSES) <= {case[0] for case in places()} | set(RECIPES) | {"nibbles swapped"} | set(FAULTS)
+    others = {"nibbles swapped", "state in the other order"}
+    assert set(CAUSES) <= {case[0] for case in places()} | set(RECIPES) | others | set(FAULTS)
     for function in CAUSES.values():
         assert function.__doc__
 

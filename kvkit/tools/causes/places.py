@@ -9,6 +9,7 @@ import numpy as np
 from kvkit.tools.causes.evidence import Guess
 from kvkit.tools.causes.trial import Guesses, Trial, cause
 from kvkit.tools.counting import word_view
+from kvkit.tools.state_names import RECURRENT, kind_of_state
 
 SIDE = re.compile(r"key|value|(?<![a-z])[kv](?![a-z])", re.IGNORECASE)
 OTHER = {"key": "value", "value": "key", "k": "v", "v": "k"}
@@ -55,6 +56,24 @@ def swapped_axes(trial: Trial) -> Guesses:
     for detail, swapped in zip(details, (written, read), strict=True):
         moved = np.moveaxis(swapped, (-3, -2, -1), back)
         yield Guess(detail, moved, bits=1, targets=untraced_targets(trial))
+
+
+@cause("state in the other order")
+def other_order(trial: Trial) -> Guesses:
+    """States of [dv, dk] (VK) are read as [dk, dv] (KV), or the reverse."""
+    array = trial.expected
+    named = kind_of_state(trial.name) == RECURRENT or trial.name in (
+        "state",
+        "states",
+    )  # engines', operators'
+    if not named or array.ndim < 4 or 1 in array.shape[-2:]:
+        return
+    *outer, rows, columns = array.shape
+    written = array.swapaxes(-1, -2).reshape(array.shape)
+    yield Guess("rows for columns", written, bits=1, targets=untraced_targets(trial))
+    if rows != columns:
+        read = array.reshape(*outer, columns, rows).swapaxes(-1, -2)
+        yield Guess("columns for rows", read, bits=1, targets=untraced_targets(trial))
 
 
 def untraced_targets(trial: Trial) -> np.ndarray:
