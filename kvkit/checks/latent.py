@@ -29,7 +29,7 @@ from kvkit.errors import KvkitError, argument_error, describe
 from kvkit.formats import FLOATS, Element
 from kvkit.formats.elements import E4M3
 from kvkit.formats.known import Format, named
-from kvkit.formats.packing import count_elements
+from kvkit.formats.packing import bytes_of_row, count_elements
 from kvkit.interop import refuse_masked
 from kvkit.typed import Array
 
@@ -39,6 +39,7 @@ DS_MLA_ROW = 656  # bytes of a token of ds_mla: 512 codes, 4 scales of 4 bytes, 
 DS_V4_CODES = 448  # codes of a token of ds_v4
 DS_V4_BODY = DS_V4_CODES + 128  # its bytes without scales: codes, and 64 rotary elements of 2 bytes
 DS_V4_ROW = DS_V4_BODY + 8  # all its bytes: 7 scales of a byte, and a byte of padding
+DS_V4 = named("ds_v4")
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,13 @@ class LatentPool:
     def slots(self) -> int:
         """Return the number of rows of the pool."""
         return len(self.parts[0]) * self.page_size
+
+    def zeros_for(self, shape: tuple[int, ...], line: str) -> str:
+        """Return the end of a message that says by which line rows without a rope fit a format."""
+        tail = 0 if self.format is None else self.format.tail
+        if not tail or shape[-1] != self.dim - tail:
+            return ""
+        return f" (without a rope: {line.format(f'np.zeros({(*shape[:-1], tail)}')})"
 
     @property
     def in_place(self) -> bool:
@@ -211,14 +219,14 @@ def checked_latent_pool(name: str, latent: Any, rope_cache: Any, format: str | N
     if not is_bytes or (latent.size and latent.strides[-1] != 1):
         raise argument_error(name, f"an array of bytes, for {known}", describe(latent))
     rows = latent.view(np.uint8)
-    if known.name == "ds_v4":
+    if known.name.partition(":")[0] == "ds_v4":
         return LatentPool(ds_v4_parts(name, whole_blocks(name, rows)), known, DS_V4_CODES + known.tail)
     rows = without_head(name, rows)
     try:
         coded = count_elements(known, rows.shape[2])
     except KvkitError:
         wanted = f"rows of {DS_MLA_ROW} bytes, for {known}"
-        raise argument_error(name, wanted, f"{rows.shape[2]} bytes") from None
+        raise argument_error(name, wanted, bytes_of_row(rows.shape[2], known)) from None
     return LatentPool((rows,), known, coded + known.tail)
 
 
@@ -252,7 +260,8 @@ def whole_blocks(name: str, rows: Array) -> Array:
     blocks, tokens, width = rows.shape
     if width != DS_V4_ROW or (tokens > 1 and rows.strides[1] != DS_V4_ROW):
         wanted = f"[blocks, bytes], or tokens of {DS_V4_ROW} bytes one behind the other in each block"
-        raise argument_error(name, wanted, f"{describe(rows)} with strides {rows.strides}")
+        found = f"{bytes_of_row(width, DS_V4)} in {describe(rows)} with strides {rows.strides}"
+        raise argument_error(name, wanted, found)
     strides = rows.strides[0], 1
     return as_strided(rows, (blocks, tokens * width), strides, writeable=rows.flags.writeable)
 
@@ -297,7 +306,8 @@ def checked_query(query: Any, pool: LatentPool) -> Array:
         query = np.concatenate(query, axis=2)
     checked_format("query", query, FLOATS, 3)
     if query.shape[2] != pool.dim:
-        raise argument_error("query", f"rows of {pool.dim} elements, as latent has", query.shape[2])
+        line = pool.zeros_for(query.shape, "query=(query, {}, query.dtype))")
+        raise argument_error("query", f"rows of {pool.dim} elements, as latent has{line}", query.shape[2])
     if query.shape[1] % pool.heads:
         raise argument_error("query", f"a multiple of {pool.heads} heads, as latent has", query.shape[1])
     check_not_empty("query", query)
@@ -335,11 +345,15 @@ def checked_latent_append(call: LatentAppend) -> LatentStore:
         raise argument_error("cache", "rows of one head", describe(call.cache))
     latent, rope = call.latent, call.rope
     fmt = checked_format("latent", latent, FLOATS, 2)
+    if rope is None:
+        wanted = f"an array of {fmt}" + pool.zeros_for(latent.shape, "rope={}, latent.dtype)")
+        raise argument_error("rope", wanted, "None")
     if checked_format("rope", rope, FLOATS, 2) is not fmt or len(rope) != len(latent):
         raise argument_error("rope", f"{len(latent)} rows of {fmt}, as latent has", describe(rope))
     rows = np.concatenate((latent, rope), axis=1)
     if rows.shape[1] != pool.dim:
         wanted = f"{pool.dim} elements with those of rope, as a row of cache"
+        wanted += pool.zeros_for(rows.shape, "rope={}, latent.dtype)")
         raise argument_error("latent", wanted, rows.shape[1])
     if pool.format is None and pool.parts[0].dtype != fmt.dtype:
         raise argument_error("cache", f"the dtype of latent, {fmt}", pool.parts[0].dtype)

@@ -53,7 +53,7 @@ E8M0 = Element("e8m0", BYTE, 8, limits=(0, 254), numbers=(*(2.0 ** (e - 127) for
 # Words that may follow the name of a format, as in "int4:channel" or "mxfp4:ceil".
 PER = "tensor", "head", "token", "group", "channel"
 EXPONENTS = "floor", "ceil"
-POWER_OF_2 = "p2"
+POWER_OF_2, VLLM = "p2", "vllm"  # DeepSeek's: FlashMLA's least scale, and vLLM's
 CELLS = "float32", "float16", "bfloat16"
 ROUNDINGS = {"away": "away", "trunc": "trunc", "rint": "even"}  # {word: `Format.rounding`}
 
@@ -83,8 +83,8 @@ class Format:
         zero), "up" (add a half and truncate), "lower" and "upper" (the nearest in the table; a tie takes the
         lower or the higher code).
     exponent : str
-        The rule for scales that are powers of two: "floor", which clips the largest numbers, "ceil", or "p2"
-        (as "ceil", at least 2**-13).
+        The rule for scales that are powers of two: "floor", which clips the largest numbers, "ceil", "p2"
+        (as "ceil", at least 2**-13), or "vllm" (as "ceil", at least 2**-22).
     order : tuple of str
         The parts of a block in order; () if codes and scales are separate arrays.
     block : int
@@ -241,14 +241,20 @@ ALL = (
     Format("ds_mla", E4M3, "deepseek", group=128, order=("codes", "scale", "tail"), tail=64,
            options=(POWER_OF_2,), source="DeepSeek V3.2, fp8_ds_mla"),
     Format("ds_v4", E4M3, "deepseek", E8M0, group=64, exponent=POWER_OF_2,
-           order=("codes", "tail", "scale", "padding"), tail=64, source="DeepSeek V4"),
+           order=("codes", "tail", "scale", "padding"), tail=64, options=(VLLM,), source="DeepSeek V4"),
 )  # fmt: skip
 ALIASES = {"fp8": "e4m3", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 NAMED = {format.name: format for format in ALL}
+UNKNOWN = {"nvfp4_ds_mla": "rows of 352 bytes of vLLM, whose tensor-wide scale kvkit does not know"}
+UNKNOWN_ROWS = {  # {bytes of a latent row: what writes such rows, which no format reads}
+    352: "nvfp4_ds_mla of vLLM, which kvkit does not know",
+    528: "DeepSeek V4.1, which kvkit does not know; if they are ds_mla without a rotary part, append one of "
+    "zeros: np.pad(rows, [(0, 0), (0, 0), (0, 128)])",
+}
 OPTIONS = "cell", "exponent", "group", "per", "rounding"  # the fields of `Format` that options set
 FIELDS = {  # {word: (field, value)}
     **{word: ("per", word) for word in PER},
-    **{word: ("exponent", word) for word in (*EXPONENTS, POWER_OF_2)},
+    **{word: ("exponent", word) for word in (*EXPONENTS, POWER_OF_2, VLLM)},
     **{word: ("rounding", rounding) for word, rounding in ROUNDINGS.items()},
     **{word: ("cell", BY_NAME[word]) for word in CELLS},
 }
@@ -262,9 +268,9 @@ def named(format: str | Format, **options: Any) -> Format:
     ----------
     format : str or Format
         A name of `NAMED`, then options among its `options`, each after a colon: `g` and the group size;
-        "tensor", "head", "token", "group" or "channel", the granularity of scales; "floor", "ceil" or "p2",
-        the rule of exponents; "away", "trunc" or "rint", the rounding of codes; "float32", "float16" or
-        "bfloat16", the type of scales.
+        "tensor", "head", "token", "group" or "channel", the granularity of scales; "floor", "ceil", "p2" or
+        "vllm", the rule of exponents; "away", "trunc" or "rint", the rounding of codes; "float32", "float16"
+        or "bfloat16", the type of scales.
     **options
         The same options by keyword: the fields cell, exponent, group, per, rounding of `Format`.
 
@@ -284,6 +290,8 @@ def named(format: str | Format, **options: Any) -> Format:
         base = format
     else:
         name, *words = str(format).split(":")
+        if name in UNKNOWN:
+            raise argument_error("format", "a format whose bytes kvkit knows", f"{name}: {UNKNOWN[name]}")
         if name not in NAMED:
             meant = suggestion(name, NAMED)
             raise argument_error("format", f"one of {', '.join(NAMED)}", brief(repr(format)) + meant)

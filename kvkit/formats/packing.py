@@ -7,7 +7,7 @@ from numpy.typing import ArrayLike
 
 from kvkit.errors import argument_error
 from kvkit.formats.elements import BFLOAT16, Element
-from kvkit.formats.known import Format
+from kvkit.formats.known import UNKNOWN_ROWS, Format
 from kvkit.formats.rotations import OUTPUT, rotate
 from kvkit.formats.scales import zero_in_scale
 from kvkit.typed import Array
@@ -166,8 +166,14 @@ def count_elements(format: Format, width: int) -> int:
         each = sum(part_widths(format, group, format.scale_type()).values()) - fixed
         elements, rest = (width - fixed) // each * group, (width - fixed) % each
     if rest or elements < 0:
-        raise argument_error("codes", f"rows of whole blocks, for {format}", f"{width} bytes")
+        raise argument_error("codes", f"rows of whole blocks, for {format}", bytes_of_row(width, format))
     return elements
+
+
+def bytes_of_row(width: int, format: Format) -> str:
+    """Describe the bytes of a row that a format does not read: their number, and who writes so many."""
+    writer = UNKNOWN_ROWS.get(width) if format.tail else None
+    return f"{width} bytes" + (f" (as of {writer})" if writer else "")
 
 
 def split_blocks(format: Format, rows: Array) -> dict[str, Array]:

@@ -18,14 +18,14 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from kvkit.formats.elements import E4M3, Element
-from kvkit.formats.known import Format
+from kvkit.formats.known import VLLM, Format
 from kvkit.typed import Array
 
 Scaled = tuple[Array, Array, Array | None]  # ratio, scale, offset
 
 SMALLEST = np.float32(1e-5)  # PMX: the smallest scale
 TINY = np.finfo(np.float32).tiny  # DeepSeek: the smallest scale
-LEAST_POWER = np.float32(1e-4)  # DeepSeek: rounded up to a power of two, 2**-13, the smallest such scale
+LEAST_POWER = np.float32(1e-4)  # DeepSeek: the smallest scale (FlashMLA) or amax (vLLM) before a power of two
 
 
 def round_to(x: Array | np.float32, dtype: DTypeLike) -> Array:
@@ -167,9 +167,18 @@ def zero_in_scale(stored: Array) -> tuple[Array, Array]:
 
 
 def deepseek(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
-    """Scale as DeepSeek: at least the smallest normal float32; powers of two are at least 2**-13."""
-    scale = magnitude(x) / largest_code(format)
-    if format.exponent:
+    """Scale as DeepSeek: at least the smallest normal float32.
+
+    Powers of two are at least 2**-13 in FlashMLA: 1e-4, rounded up. In vLLM amax is at least 1e-4, so they
+    are at least 2**-22.
+    """
+    amax = magnitude(x)
+    if format.exponent == VLLM:
+        amax = np.maximum(amax, LEAST_POWER)
+    scale = amax / largest_code(format)
+    if format.exponent == VLLM:
+        scale = np.ldexp(np.float32(1), exponent_above(scale)).astype(np.float32)
+    elif format.exponent:
         scale = np.ldexp(np.float32(1), exponent_above(np.maximum(scale, LEAST_POWER))).astype(np.float32)
     scale = np.maximum(scale, TINY)
     return x / scale, scale, None

@@ -91,14 +91,18 @@ def mla_attention(
 
 def bytes_of(row: Array, format: str) -> tuple[list[int], list[int]]:
     """Return (bytes of a row, bytes of its scales if they lie apart, as in "ds_v4")."""
-    kind, *powers = format.split(":")  # "ds_mla:p2" has scales that are powers of two
+    kind, *options = format.split(":")  # "ds_mla:p2" and "ds_v4" have scales that are powers of two
     group, coded = (64, 448) if kind == "ds_v4" else (128, 512)
     codes: list[int] = []
     scales: list[int] = []
     for first in range(0, coded, group):
         part = [np.float32(x) for x in row[first : first + group]]
-        scale = max(abs(x) for x in part) / np.float32(448)
-        if powers or kind == "ds_v4":
+        largest = max(abs(x) for x in part)
+        scale = largest / np.float32(448)
+        if options == ["vllm"]:
+            scale = max(largest, np.float32(1e-4)) / np.float32(448)
+            scale = np.float32(2.0 ** math.ceil(math.log2(scale)))
+        elif options or kind == "ds_v4":
             scale = np.float32(2.0 ** math.ceil(math.log2(max(float(scale), 1e-4))))
         else:
             scale = max(scale, np.float32(2.0**-126))
@@ -113,7 +117,7 @@ def mla_append(
     format: str | None = None,
 ) -> Array:  # fmt: skip
     """Store rows in their slots, as floats in one or two pools or as bytes; return the first pool."""
-    page = page_of(cache, format)
+    page = page_of(cache, None if format is None else format.partition(":")[0])
     for token, slot in enumerate(slot_mapping):
         if slot < 0:
             continue

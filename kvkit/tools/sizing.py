@@ -278,7 +278,7 @@ def row_bits(format: str, layers: list[SizedLayers]) -> list[tuple[float, float]
             return heads * dim * (element.bits if element else 0)
         if not isinstance(scheme := schemes[side], Coded):
             raise argument_error("formats", "floats and formats, no registered scheme", repr(format))
-        if layer.kind == "index" and format in LATENT_FORMATS:
+        if layer.kind == "index" and format.partition(":")[0] in LATENT_FORMATS:
             return 8 * (dim + INDEX_SCALE_BYTES)
         zeros = np.zeros((scheme.step, heads, dim), np.float32)
         coded = scheme.over([zeros])

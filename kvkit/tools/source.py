@@ -553,7 +553,7 @@ def ds_v4_as_rows(source: CacheSource, from_format: str | None = None) -> CacheS
 
     A block of `DS_V4_LAYOUT` has the codes of all its tokens, then their scales: 584 bytes a token.
     """
-    format = from_format or source.contents.description.format
+    format = (from_format or source.contents.description.format or "").partition(":")[0]
     line = source.layout and layouts.parse(source.layout)
     if line != layouts.parse(DS_V4_LAYOUT) or (format != "ds_v4" and str(source.layout) != DS_V4_LAYOUT):
         return source

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import quantized_cache_reference as own
 
-from kvkit import formats
+from kvkit import KvkitError, formats
 from kvkit.cache import QuantizedCache, QuantSpec
 from kvkit.formats import NAMED, decode, encode
 from kvkit.formats.elements import STORED
 from kvkit.reference import formats as oracle
+from kvkit.reference import latent as oracle_latent
 from kvkit.reference.attention import attend_sequence
 
 F32 = np.float32
@@ -200,6 +201,32 @@ def test_deepseek_vectors():
     assert row[576:].tolist() == [118, 118, 119, 119, 120, 120, 121, 0]
     assert row[:8].tolist() == first
     np.testing.assert_array_equal(row[448:576].view(ml_dtypes.bfloat16), x[512:])
+
+
+@pytest.mark.parametrize("name", ["ds_v4", "ds_v4:vllm"])
+def test_the_least_scales_of_flash_mla_and_vllm(rng, name):
+    """FlashMLA's scale is at least 1e-4 and vLLM's amax, before they are rounded up to a power of two."""
+    x = (rng.standard_normal((8, 512)) * np.logspace(-12, 1, 8)[:, None]).astype(ml_dtypes.bfloat16)
+    x[0] = 0
+    rows = encode(x, name)["codes"]
+    for row, codes in zip(x, rows, strict=True):
+        body, scales = oracle_latent.bytes_of(row, name)
+        assert codes.tolist() == body + scales
+    least = -22 if name == "ds_v4:vllm" else -13
+    assert rows[0, 576:].tolist() == [least + 127] * 7 + [0]
+    assert rows[:, 576:583].min() == least + 127
+    assert "vllm" not in NAMED["ds_mla"].options
+
+
+def test_formats_that_are_not_known_are_named():
+    for name, width, message in (
+        ("ds_mla", 352, "got 352 bytes .as of nvfp4_ds_mla of vLLM, which kvkit does not know"),
+        ("ds_mla", 528, "got 528 bytes .as of DeepSeek V4.1, which kvkit does not know"),
+    ):
+        with pytest.raises(KvkitError, match=message):
+            decode(np.zeros((4, width), np.uint8), name)
+    with pytest.raises(KvkitError, match=r"format: expected .* kvkit knows, got nvfp4_ds_mla: rows of 352"):
+        encode(np.zeros((4, 512), F32), "nvfp4_ds_mla")
 
 
 def test_own_codes_by_channel(rng):

@@ -10,7 +10,9 @@ from latent_scenes import BF16, F16, F32, LATENT, ROPE, pools
 
 import kvkit
 from examples import run_examples
+from kvkit import KvkitError
 from kvkit.cpu import machine
+from kvkit.formats import decode, encode
 
 PAGE = 16
 SCALE = 192**-0.5
@@ -38,7 +40,7 @@ def expected(query, contexts, values, causal, sinks=None):
     return np.array(outputs), np.array(lses)
 
 
-KINDS = "one pool", "with gaps", "two pools", "ds_mla", "ds_mla:p2", "ds_v4"
+KINDS = "one pool", "with gaps", "two pools", "ds_mla", "ds_mla:p2", "ds_v4", "ds_v4:vllm"
 TOLERANCE = {F32: 2e-5, F16: 2e-3, BF16: 1.6e-2}
 
 
@@ -210,7 +212,7 @@ def test_append(kind):
     """New rows are stored as `encode` stores them; -1 stores nothing, all else keeps its bytes."""
     pool, _, *_ = scene(kind, F32, 1, [1])
     before = {name: array.copy() for name, array in pool.items() if name != "format"}
-    dim = 448 if kind == "ds_v4" else LATENT
+    dim = 448 if kind.startswith("ds_v4") else LATENT
     latent, rope = np.full((3, dim), 2, F32), np.full((3, ROPE), 3, F32)
     kept = {name: pool[name] for name in ("rope_cache", "format") if name in pool}
     kvkit.mla_append(latent, rope, pool["latent"], [18, -1, 5], **kept)
@@ -219,7 +221,7 @@ def test_append(kind):
         found = kvkit.mla_attention(query, **pool, indices=[[slot]], scale=1.0, value_dim=dim + ROPE)
         np.testing.assert_array_equal(found[0, 0], [2] * dim + [3] * ROPE)
     changed = [(pool[name] != array) & ~np.isnan(array.astype(F32)) for name, array in before.items()]
-    most = {"ds_v4": 584}.get(kind, 656 if kind.startswith("ds_mla") else dim + ROPE)
+    most = {"ds_v4": 584, "ds_mla": 656}.get(kind.partition(":")[0], dim + ROPE)
     assert 0 < sum(map(np.count_nonzero, changed)) <= 2 * most
 
 
@@ -238,6 +240,24 @@ REFUSED = {  # (query, latent, keywords, message) of attention
         POOL[..., :512],
         PAGES | {"rope_cache": POOL[..., 512:]},
         "query: expected parts of .512, 64. el",
+    ),
+    "no rope": (
+        ONE[..., :512],
+        BYTES,
+        PAGES | {"format": "ds_mla"},
+        r"query: .*without a rope: query=.query, np.zeros..1, 1, 64., query.dtype",
+    ),
+    "rows of 352": (
+        ONE,
+        BYTES[..., :352],
+        PAGES | {"format": "ds_mla"},
+        ".*got 352 bytes .as of nvfp4_ds_mla",
+    ),
+    "blocks of 528": (
+        ONE,
+        BYTES[..., :528],
+        PAGES | {"format": "ds_v4"},
+        ".*got 528 bytes .as of DeepSeek V4.1",
     ),
     "value": (ONE, POOL, PAGES | {"value_dim": 577}, "value_dim: expected an integer from"),
     "no places": (ONE, POOL, {"scale": 1.0}, "block_tables: expected an array, or indices"),
@@ -270,6 +290,27 @@ REFUSED_APPENDS = {
     "dtype": (POOL.astype(F16), [0, 1, 2, 3], "cache: expected the dtype"),
     "read-only": (np.broadcast_to(POOL[:1], POOL.shape), [0, 1, 2, 3], "cache: expected a writeable"),
 }
+
+
+def test_rows_of_bytes_without_a_rope_are_stored_and_read_by_the_line_of_the_message(rng):
+    latent, cache = rng.standard_normal((3, 512)).astype(F32), np.zeros((1, 4, 656), np.uint8)
+    where = [0, 1, 2]
+    for rope in (None, np.zeros((3, 0), F32)):
+        with pytest.raises(KvkitError, match=r"without a rope: rope=np.zeros\(\(3, 64\), latent.dtype\)"):
+            kvkit.mla_append(latent, rope, cache, where, format="ds_mla")
+    kvkit.mla_append(latent, np.zeros((3, 64), latent.dtype), cache, where, format="ds_mla")
+    query, places = latent[:, None], {"indices": [where] * 3, "scale": 0.1}
+    wide = query, np.zeros((3, 1, 64), query.dtype)
+    got = kvkit.mla_attention(wide, cache, **places, format="ds_mla")
+    rows = decode(encode(np.pad(latent, [(0, 0), (0, 64)]), "ds_mla"), "ds_mla")[None, :, :512]
+    np.testing.assert_allclose(got, kvkit.mla_attention(query, rows, **places), atol=1e-5)
+    short = cache[..., :528]  # codes and scales
+    with pytest.raises(
+        KvkitError, match=r"append one of zeros: np.pad\(rows, \[\(0, 0\), \(0, 0\), \(0, 128\)\]\)"
+    ):
+        kvkit.mla_attention(wide, short, **places, format="ds_mla")
+    padded = np.pad(short, [(0, 0), (0, 0), (0, 128)])
+    np.testing.assert_array_equal(kvkit.mla_attention(wide, padded, **places, format="ds_mla"), got)
 
 
 def test_nan_and_queries_without_rows_are_kept_apart(rng):

@@ -21,7 +21,7 @@ def pools(rows, kind):
         return {"latent": wide[:, :page]}, flat
     if kind == "two pools":
         return {"latent": rows[..., :LATENT], "rope_cache": np.ascontiguousarray(rows[..., LATENT:])}, flat
-    if kind == "ds_v4":
+    if kind.startswith("ds_v4"):
         flat = flat[:, 64:]
         stored = encode(flat, kind)["codes"].reshape(blocks, page, 584)
         room = np.zeros((blocks, -(-page * 584 // 576) * 576), np.uint8)

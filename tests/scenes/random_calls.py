@@ -349,7 +349,9 @@ def latent(rng):
     if kind < 0.4:
         inputs = {"query": numbers(tokens, heads, dim), "keys": numbers(blocks, page, dim)}
         return calls.Call("indexer_scores", inputs | {"weights": numbers(tokens, heads)} | places)
-    stored = one(rng, ("one pool", "two pools", "floats", "floats", "ds_mla", "ds_mla:p2", "ds_v4"))
+    stored = one(
+        rng, ("one pool", "two pools", "floats", "floats", "ds_mla", "ds_mla:p2", "ds_v4", "ds_v4:vllm")
+    )
     if stored == "floats":
         pool, width = {"latent": numbers(blocks, page, dim + rope)}, dim + rope
     else:

@@ -413,7 +413,8 @@ class LatentCodes:
             raise argument_error("format", wanted, repr(format))
         self.format = named(format)
         if self.dims != (512, 64):
-            raise argument_error("format", "rows of 512 + 64, for ds_mla", self.dims)
+            zeros = "" if rope_dim else " (without a rope, store zeros as its 64 elements)"
+            raise argument_error("format", f"rows of 512 + 64, for ds_mla{zeros}", self.dims)
         self.bytes = encode(np.zeros((1, sum(self.dims)), np.float32), self.format)["codes"].shape[1]
 
     def encode(self, keys: Array) -> Array:
