@@ -25,6 +25,7 @@ from kvkit.tools.counting import RowCounts, Tolerances
 from kvkit.tools.names import SIDES, some_names
 from kvkit.tools.readers import LayerReader, open_arrays
 from kvkit.tools.source import SLIDING, TABLE_PREFIXES, CacheSource, ds_v4_as_rows
+from kvkit.tools.state_names import kind_of_state
 from kvkit.tools.tasks import Lazy, Mapper
 from kvkit.typed import FilePath
 
@@ -226,7 +227,8 @@ def diff(
         raise argument_error("like", wanted, brief(shapes) or "nothing")
     here = advance if mapper is map else None  # workers report whole arrays, not pieces
     of_tables = {} if known_axes is VIEW_AXES else known_axes
-    letters = [letters_of(x, one[x], of_tables if is_index(one[x]) else known_axes) for x in common]
+    by_name = {x for x in common if is_index(one[x]) or kind_of_state(x)}
+    letters = [letters_of(x, one[x], of_tables if x in by_name else known_axes) for x in common]
     work = partial(compare_array, arrays, tolerances=tolerances, drawn=plot is not None, advance=here)
     found = Difference(problems=problems)
     compared = 0
@@ -273,7 +275,11 @@ def compared_arrays(
     if all(source.paged for source in sources):  # tokens that moved have other positions in the same rows
         moved = [{x: each[x] for x in each if x.endswith(".positions")} for each in (one, two)]
         own, others = own | moved[0], others | moved[1]
-    unread = (note.replace("not read", "not compared") for each in sources for note in each.unread())
+    states = [name for name in one if name in two and kind_of_state(name)]
+    own, others = ({x: arrays[x] for x in states} | more for arrays, more in ((one, own), (two, others)))
+    unread = (
+        note.replace("not read", "not compared") for each in sources for note in each.unread(states=states)
+    )
     notes = list(dict.fromkeys((*notes, *(note for each in sources for note in each.guess), *unread)))
     return keys_and_values(sources[0]) | own, keys_and_values(sources[1]) | others, inputs, VIEW_AXES, notes
 

@@ -205,7 +205,7 @@ def inspect(source: Source, *, layout: str | None = None, sizes: Mapping[str, in
         [InspectedArray(name, array.dtype.name, array.shape, array.nbytes) for name, array in arrays],
         contents.description,
         {name: value for name, value in contents.metadata.items() if name not in SHOWN_ELSEWHERE},
-        (*found.notes, *found.unread((*READ_BESIDE, *filter(kind_of_state, found.arrays))),
+        (*found.notes, *found.unread(READ_BESIDE, [*filter(kind_of_state, found.arrays)]),
          *not_understood(found)),
         states=find_states(found.arrays),
         fits=[] if found.layout or cache is None else fitting_layouts(cache, stats),

@@ -435,8 +435,11 @@ class CacheSource(CacheArrays):
             and (self.sliding is None or not name_in_second(name))
         }
 
-    def unread(self, also: Collection[str] = ()) -> tuple[str, ...]:
-        """Return a note that names arrays that belong neither to the cache nor to `also`; () without any."""
+    def unread(self, also: Collection[str] = (), states: Collection[str] = ()) -> tuple[str, ...]:
+        """Return a note that names arrays that belong neither to the cache nor to `also` nor to `states`.
+
+        It is () without any. Names of `also` are proposed for names like them.
+        """
         if self.saved or (self.cache is None and not self.separate):
             return ()
         parts = [*self.separate.values(), *self.scales.values(), *([] if self.separate else [self.cache])]
@@ -445,7 +448,7 @@ class CacheSource(CacheArrays):
         names = [
             name + suggestion(name, also)
             for name, array in self.arrays.items()
-            if not (id(array) in own or name in (*also, *NAMES_OF_FACTS) or name.startswith(known))
+            if not (id(array) in own or name in (*also, *states, *NAMES_OF_FACTS) or name.startswith(known))
             and not (self.sliding is not None and name_in_second(name))
         ]
         return (f"not read: {some_names(names)}",) if names else ()

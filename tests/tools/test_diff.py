@@ -131,6 +131,24 @@ def test_states_in_the_other_order(rng, name, sizes):
     assert found.arrays[0].axes[-1] in ("column", "element")
 
 
+def test_states_beside_keys_and_values(rng):
+    """States of hybrid models are compared with keys and values; those of one side alone are noted."""
+    right = {f"past_key_values.3.{side}": rng.random((1, 2, 5, 8)) for side in ("key", "value")}
+    right |= {"recurrent_states": rng.random((2, 3, 4, 8, 8)), "conv_states.0": rng.random((3, 96, 3))}
+    wrong = right | {"recurrent_states": right["recurrent_states"].copy()}
+    assert diff(right, wrong).equal
+    assert diff(right, wrong).compared == sum(array.nbytes for array in right.values())
+    assert not any("not compared" in note for note in diff(right, wrong).notes)
+    wrong["recurrent_states"][1, 2, 3, 4, 5] += 1
+    (found,) = diff(right, wrong).arrays
+    assert (found.name, found.axes) == ("recurrent_states", ("layer", "sequence", "head", "row", "column"))
+    assert list(found.first.values())[:5] == [1, 2, 3, 4, 5]
+    alone = {name: array for name, array in right.items() if name != "conv_states.0"}
+    found = diff(right, alone)
+    assert found.equal
+    assert "not compared: conv_states.0" in found.notes
+
+
 def test_axes_of_states(rng):
     right = {"recurrent_states": rng.random((3, 4, 8, 8)), "conv_states": rng.random((3, 96, 3))}
     found = diff(right, {name: array + 1 for name, array in right.items()})
