@@ -10,10 +10,13 @@ import pytest
 
 import kvkit
 from kvkit import KvkitError, Rope
+from kvkit.cache import DynamicLayer, IndexedLayer, LatentLayer, from_config
 from kvkit.models.configuration import read_layers
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+from kvkit.integrations.transformers import KvkitCache  # noqa: E402
+
 pytestmark = pytest.mark.transformers
 
 CASES = json.loads((Path(__file__).parents[1] / "models" / "sizes.json").read_text())
@@ -79,6 +82,21 @@ def test_layers_of_every_model_are_those_of_its_class_or_refused(kind, listed):
     for name, options, layer in zip(types, arguments, layers, strict=True):
         assert layer.kind in KINDS[name]
         assert layer.window == options.get("sliding_window", layer.window)
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_caches_of_the_plug_in_are_those_of_the_one_reader(kind):
+    config = default(kind).get_text_config(decoder=True)
+    try:
+        wanted = from_config(config, rope="none").layers
+    except KvkitError:  # the reader refuses it, or kvkit has no such layers
+        pytest.skip("has no cache by the one reader")
+    for own, theirs in zip(wanted, KvkitCache(config).cache.layers, strict=True):
+        # Some models expand latent rows before they store them; layers that share the choice of another
+        # layer's index keys have room for such keys in the plug-in, as in transformers.
+        others = (DynamicLayer, IndexedLayer) if isinstance(own, (LatentLayer, IndexedLayer)) else ()
+        assert type(theirs) in (type(own), *others)
+        assert getattr(theirs, "window", None) == getattr(own, "window", None)
 
 
 def rotary_class(config):

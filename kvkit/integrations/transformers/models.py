@@ -1,4 +1,10 @@
-"""Make the layers of kvkit that the config of a model of transformers asks for."""
+"""Make the layers of kvkit that the config of a model of transformers asks for.
+
+The types of layers come from transformers and not from `kvkit.models`. That reads published configurations,
+and refuses the defaults of 33 of 189 types of models (BART, GPT-Neo, LFM2), whose layers transformers knows:
+what `generate` runs must not depend on it. `tests/integrations/test_transformers_models.py` compares the
+layers of both for every type of model that `kvkit.models` reads.
+"""
 
 from __future__ import annotations
 
