@@ -79,11 +79,10 @@ def test_a_rotation_that_is_not_shown_is_asked_for_when_keys_move():
 
 
 @pytest.mark.parametrize("with_parts", [True, False])
-@pytest.mark.parametrize("format", [None, "int8:g32"])
-def test_latent_rows_without_a_rotated_part(format, with_parts):
+def test_latent_rows_without_a_rotated_part(with_parts):
     """Attention over rows of 64 + 0 elements, as the formula says, also after tokens moved."""
     rng = np.random.default_rng(5)
-    layer, rows = LatentLayer(64, 0, format), rng.standard_normal((2, 1, 9, 64)).astype(np.float32)
+    layer, rows = LatentLayer(64, 0), rng.standard_normal((2, 1, 9, 64)).astype(np.float32)
     rotated = rows[..., :0] if with_parts else None
     layer.update(rows[:, :, :5], None if rotated is None else rotated[:, :, :5])
     keys, values = layer.update(rows[:, :, 5:], None if rotated is None else rotated[:, :, 5:])
