@@ -104,7 +104,7 @@ class Reading(NamedTuple):
     pairs: bool  # whether wide tiles use the engine of bfloat16 pairs: bfloat16 holds all keys and values
     width: int | None  # elements that integer products multiply at a time; None without them
     tiles: str | None  # what multiplies wide tiles, instead of pairs
-    narrow_tiles: str | None  # what multiplies tiles of 4, 8 and 16 query rows; None without them
+    narrow_tiles: str | None  # what multiplies tiles of 8 and 16 query rows; None without them
 
 
 class Division(NamedTuple):

@@ -1,4 +1,4 @@
-"""Products and softmax of 4, 8 or 16 query rows over bfloat16 by tiles (AMX); keys are read where they lie.
+"""Products and softmax of 8 or 16 query rows over bfloat16 by tiles (AMX); keys are read where they lie.
 
     S = scale K Q^T            [16 tokens, rows]      A: rows of keys, B: pairs of query elements
     m' = max(m, max S)         P = e^(S - m')         [rows, 32 tokens], transposed in registers
@@ -51,7 +51,7 @@ def shape_for(rows):
 
 @functools.cache
 def kernels(rows, in_memory):
-    """Return the micro-kernels for 4, 8 or 16 query rows, by name."""
+    """Return the micro-kernels for 8 or 16 query rows, by name."""
     steps = arrangement(rows), *products(rows, in_memory), softmax(rows), pair_values, *state(rows, in_memory)
     names = "pair_queries", "scores", "sums", "softmax", "pair_values", "open", "close"
     return SimpleNamespace(**dict(zip(names, steps, strict=True)))

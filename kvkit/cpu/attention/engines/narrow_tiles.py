@@ -1,4 +1,4 @@
-"""The narrow engine on processors with tiles (AMX): 4, 8 or 16 query rows over bfloat16, read where it lies.
+"""The narrow engine on processors with tiles (AMX): 8 or 16 query rows over bfloat16, read where it lies.
 
     S = scale K Q^T                    [tokens, rows], queries [dim / 2, rows, 2]
     P = exp(S - m), O = O alpha + P V  [rows, dim]
@@ -13,7 +13,7 @@ from kvkit.cpu.attention.params import block_at, params_at, prefetched, step_cod
 from kvkit.cpu.simd import narrow_tiles
 from kvkit.cpu.simd.tile_products import STEP
 
-ROWS = 4, 8, 16  # query rows of a tile
+ROWS = 8, 16  # query rows of a tile; pairs read as fast with 4
 CHUNK = 4096  # values that are interleaved, then multiplied, at a time: they stay in the L1 cache
 
 
