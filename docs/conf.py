@@ -14,6 +14,7 @@ sys.path.insert(0, str(DOCS))
 import pictures  # noqa: E402
 
 import examples  # noqa: E402
+import kvkit  # noqa: E402
 from kvkit.version import __version__  # noqa: E402
 
 project, author, release = "kvkit", "kvkit developers", __version__
@@ -83,9 +84,13 @@ ROOMS = (  # each a page of the reference
 
 
 def public(room):
-    """The names in `__all__`; of a room without one, its own things that have an example."""
+    """The names in `__all__`; of a room without one, its own things that have an example.
+
+    Caches and tools that `kvkit` has at hand are on the pages of their rooms.
+    """
     if hasattr(room, "__all__"):
-        return room.__all__
+        elsewhere = {*kvkit.CACHES, *kvkit.TOOLS} if room is kvkit else ()
+        return [name for name in room.__all__ if name not in elsewhere]
     things = {name: getattr(room, name) for name in dir(room)}
     own = {
         name: thing
