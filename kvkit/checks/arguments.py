@@ -287,7 +287,7 @@ class DeltaArguments(NamedTuple):
 
 
 class PromptArguments(NamedTuple):
-    """How `gated_delta_rule` runs prompts, and what it returns besides."""
+    """Say how `gated_delta_rule` runs prompts, and which further results it returns."""
 
     chunk: SupportsIndex
     return_states: bool
