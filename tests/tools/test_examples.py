@@ -52,3 +52,5 @@ def test_all_ten_are_named(capsys):
     said = capsys.readouterr().out
     assert said.startswith("as it is: nothing found: ")
     assert said.endswith("10 of 10 faults are named\n")
+    page = (EXAMPLE.parents[1] / "docs/tools/ten_faults.md").read_text()
+    assert page.partition("```text\n")[2].partition("```")[0] == said
