@@ -15,6 +15,7 @@ import pictures  # noqa: E402
 
 import examples  # noqa: E402
 import kvkit  # noqa: E402
+from kvkit.layouts.named import NAMED  # noqa: E402
 from kvkit.version import __version__  # noqa: E402
 
 project, author, release = "kvkit", "kvkit developers", __version__
@@ -134,6 +135,15 @@ def reference(app):
     (DOCS / "reference" / "kvkit-modules.txt").write_text(table)
 
 
+def layouts(app):
+    """The table of layouts that a page of the specifications includes."""
+    rows = ["| name | line | engine |", "|---|---|---|"]
+    for name, layout in NAMED.items():
+        line = layout.line.replace("|", r"\|")
+        rows.append(f"| `{name}` | `{line}` | {layout.engine} {layout.versions} |")
+    (DOCS / "specifications" / "layouts-table.txt").write_text("\n".join(rows) + "\n")
+
+
 def summary(doc):
     """The first sentence of a docstring, on a line."""
     paragraph = " ".join((doc or "").strip().partition("\n\n")[0].split())
@@ -158,5 +168,6 @@ def current(app):
 
 def setup(app):
     app.connect("builder-inited", reference)
+    app.connect("builder-inited", layouts)
     app.connect("builder-inited", current)
     app.connect("source-read", without_empty_ends)
