@@ -29,6 +29,7 @@ PART_BYTES = 64 * 2**20  # bytes between two reports of progress
 ROTARY = 64  # rotated elements at the end of a latent row, unless the caller says how many
 SCRATCH_BYTES = 2**18  # bytes of each cache that are compared at a time
 Tables = tuple[BlockTable, BlockTable] | None
+CacheRows = list[tuple["LayerRows", ...]]  # of each layer: rows of keys and of values, or joint rows of both
 Moved = tuple[Index, Index] | None  # source row and target row of every token
 
 
@@ -36,6 +37,7 @@ Moved = tuple[Index, Index] | None  # source row and target row of every token
 class LayerRows:
     """Keys or values of a layer: the address of each block, and offsets of tokens and content in a block."""
 
+    arrays: tuple[Array, ...]  # which have the rows
     blocks: Index
     tokens: Index  # [tokens of a block]
     content: Index  # [heads, content]
@@ -43,21 +45,14 @@ class LayerRows:
     dtype: np.dtype[Any]
 
     @property
+    def count(self) -> int:
+        """Return the number of rows."""
+        return len(self.blocks) * len(self.tokens)
+
+    @property
     def step(self) -> int:
         """Return the bytes from token to token."""
         return int(self.tokens[1] - self.tokens[0]) if self.equidistant > 1 else 0
-
-
-@dataclass(frozen=True)
-class CacheRows:
-    """A cache to read or to write: for each layer the rows of keys and of values, or joint rows of both."""
-
-    name: str
-    layers: list[tuple[LayerRows, ...]]
-    arrays: list[Array]
-    blocks: int
-    page_size: int
-    equidistant: int
 
 
 def convert(
@@ -136,19 +131,19 @@ def convert(
     if out is None:
         check_equal_heads(read)
     if rotary:
-        read = split_rows(read, rotary)
+        read = split_rows(read, rotary, "source")
     rows = moved_rows(tables, read)
     wanted = target_sizes(read, rows, after, check_sizes("to_sizes", to_sizes), tables, out is None)
     if latent and not rotary:  # planes become whole rows
         wanted["c"] += wanted.pop("v", wanted["c"])
-    target = new_arrays(after, wanted, [part.dtype for part in read.layers[0]]) if out is None else out
+    target = new_arrays(after, wanted, [part.dtype for part in read[0]]) if out is None else out
     written = cache_rows(target, after, wanted, "out")
     if latent and not rotary:
-        written = split_rows(written, read.layers[0][1].content.shape[1])
+        written = split_rows(written, read[0][1].content.shape[1], "out")
     check_compatible(read, written)
     runs = runs_between(rows, read, written)
-    moves = [move for layer in zip(read.layers, written.layers, strict=True) for move in moves_of(*layer)]
-    alive = (*read.arrays, *written.arrays)
+    moves = [move for layer in zip(read, written, strict=True) for move in moves_of(*layer)]
+    alive = (*arrays_of(read), *arrays_of(written))
     total, done = sum(move.row for move in moves) * int(runs[:, 2].sum()), 0
     for move in moves:
         for portion in portions(runs, PART_BYTES // move.row):
@@ -164,10 +159,8 @@ def convert(
 def cache_rows(arrays: Any, line: Layout, known: Mapping[str, int], name: str) -> CacheRows:
     """Return the addresses of a cache's blocks, tokens and content."""
     layers: dict[int, list[list[LayerRows]]] = {}
-    leaves: list[Array] = []
     for index, pair in iterate_leaves(arrays, line, known, name):
         sides = pair if "kv" in line.names else pair[:1]  # keys and values, or joint rows of both
-        leaves += [leaf.array for leaf in sides]
         for which, leaf in enumerate(sides):
             for layer, part in enumerate(layers_of(leaf)):
                 parts = layers.setdefault(index.get("l", layer), [[] for _ in sides])
@@ -178,8 +171,12 @@ def cache_rows(arrays: Any, line: Layout, known: Mapping[str, int], name: str) -
         raise argument_error(
             name, "as many blocks and tokens in each layer", " and ".join(map(str, sorted(sizes)))
         )
-    equidistant = min(part.equidistant for layer in joined for part in layer)
-    return CacheRows(name, joined, leaves, *sizes.pop(), equidistant)
+    return joined
+
+
+def arrays_of(cache: CacheRows) -> list[Array]:
+    """Return the arrays of a cache, each once."""
+    return list({id(array): array for layer in cache for part in layer for array in part.arrays}.values())
 
 
 def check_equal_heads(read: CacheRows) -> None:
@@ -189,22 +186,22 @@ def check_equal_heads(read: CacheRows) -> None:
             f"{' heads of '.join(map(str, part.content.shape))} elements of {part.dtype}"
             for part in {(part.content.shape, part.dtype): part for part in layer}.values()
         )
-        for layer in read.layers
+        for layer in read
     )
     if len(shapes) > 1:
-        raise argument_error(read.name, "equal heads in each layer", ", ".join(shapes))
+        raise argument_error("source", "equal heads in each layer", ", ".join(shapes))
 
 
-def split_rows(cache: CacheRows, rotary: int) -> CacheRows:
+def split_rows(cache: CacheRows, rotary: int, name: str) -> CacheRows:
     """Return the latent rows of a cache in two parts: the latent one, and the rotated one at the end."""
-    layers: list[tuple[LayerRows, ...]] = []
-    for (whole,) in cache.layers:
+    layers: CacheRows = []
+    for (whole,) in cache:
         latent = whole.content.shape[1] - rotary
         if latent < 1:
-            raise argument_error(cache.name, f"rows of more than {rotary} elements", latent + rotary)
+            raise argument_error(name, f"rows of more than {rotary} elements", latent + rotary)
         parts = whole.content[:, :latent], whole.content[:, latent:]
         layers.append(tuple(replace(whole, content=part) for part in parts))
-    return replace(cache, layers=layers)
+    return layers
 
 
 def layers_of(leaf: Leaf) -> Iterator[LayerRows]:
@@ -219,7 +216,7 @@ def layers_of(leaf: Leaf) -> Iterator[LayerRows]:
     equidistant = inner.get("n", len(tokens))
     for layer in layers:
         first = array.ctypes.data + layer + blocks
-        yield LayerRows(first, tokens, heads[:, None] + content, equidistant, array.dtype)
+        yield LayerRows((array,), first, tokens, heads[:, None] + content, equidistant, array.dtype)
 
 
 def joined_blocks(parts: list[LayerRows]) -> LayerRows:
@@ -228,7 +225,8 @@ def joined_blocks(parts: list[LayerRows]) -> LayerRows:
     for each in parts[1:]:
         if not (np.array_equal(each.tokens, first.tokens) and np.array_equal(each.content, first.content)):
             raise argument_error("arrays", "blocks of equal shapes and strides", "others")
-    return replace(first, blocks=np.concatenate([each.blocks for each in parts]))
+    arrays = tuple(array for each in parts for array in each.arrays)
+    return replace(first, arrays=arrays, blocks=np.concatenate([each.blocks for each in parts]))
 
 
 def moved_rows(tables: Tables, read: CacheRows) -> Moved:
@@ -245,7 +243,7 @@ def moved_rows(tables: Tables, read: CacheRows) -> Moved:
     if not np.array_equal(tables[0].lengths, tables[1].lengths):
         raise argument_error("tables[1]", "the lengths of tables[0]", "others")
     source, target = (each.rows() for each in tables)
-    check_rows("tables[0]", source, read)
+    check_rows("tables[0]", source, read, "source")
     order = np.argsort(target, kind="stable")
     source, target = source[order], target[order]
     is_shared = np.diff(target) == 0
@@ -256,22 +254,22 @@ def moved_rows(tables: Tables, read: CacheRows) -> Moved:
     return source[first], target[first]
 
 
-def check_rows(name: str, rows: Index, side: CacheRows) -> None:
+def check_rows(name: str, rows: Index, cache: CacheRows, whose: str) -> None:
     """Check that row ids are within a cache."""
-    count = side.blocks * side.page_size
+    count = cache[0][0].count
     if len(rows) and (rows.min() < 0 or rows.max() >= count):
         row = int(rows.min() if rows.min() < 0 else rows.max())
-        raise argument_error(name, f"rows within the {count} of {side.name}", row)
+        raise argument_error(name, f"rows within the {count} of {whose}", row)
 
 
 def target_sizes(
     read: CacheRows, rows: Moved, line: Layout, given: Mapping[str, int], tables: Tables, new: bool
 ) -> dict[str, int]:
     """Return the sizes of a target that follow from the source and the caller's sizes."""
-    contents = [part.content.shape for part in read.layers[0]]
+    contents, page_size = [part.content.shape for part in read[0]], len(read[0][0].tokens)
     (heads, content), (_, value) = contents[0], contents[-1]
-    sizes = {"l": len(read.layers), "h": heads, "c": content, "s": content}
-    for axis, size in (("l", len(read.layers)), ("h", heads)):
+    sizes = {"l": len(read), "h": heads, "c": content, "s": content}
+    for axis, size in (("l", len(read)), ("h", heads)):
         if size > 1 and axis not in line.names:
             wanted = f"an axis {axis}, as the source has {size} of them"
             if axis == "l":
@@ -287,10 +285,10 @@ def target_sizes(
             raise argument_error(f"to_sizes[{axis!r}]", f"{sizes.get(axis)}, as in the source", given[axis])
     sizes.update(given)
     if new:
-        count = int(rows[1].max(initial=0)) + 1 if rows else read.blocks * read.page_size
+        count = int(rows[1].max(initial=0)) + 1 if rows else read[0][0].count
         if "b" not in line.names:
             sizes.setdefault("n", count)
-        sizes.setdefault("n", tables[1].page_size if tables else read.page_size)
+        sizes.setdefault("n", tables[1].page_size if tables else page_size)
         sizes.setdefault("b", -(-count // sizes["n"]))
     return sizes
 
@@ -318,23 +316,23 @@ def new_arrays(line: Layout, sizes: Mapping[str, int], dtypes: list[np.dtype[Any
 
 def check_compatible(read: CacheRows, written: CacheRows) -> None:
     """Check that one cache can be moved to another, and be written."""
-    if len(read.layers) != len(written.layers):
-        raise argument_error("out", f"{len(read.layers)} layers", len(written.layers))
-    for layer, parts in enumerate(zip(read.layers, written.layers, strict=True)):
+    if len(read) != len(written):
+        raise argument_error("out", f"{len(read)} layers", len(written))
+    for layer, parts in enumerate(zip(read, written, strict=True)):
         for pair in zip(*parts, strict=True):
             wanted, got = (
                 f"{' heads of '.join(map(str, part.content.shape))} elements of {part.dtype}" for part in pair
             )
             if wanted != got:
                 raise argument_error("out", f"{wanted} in layer {layer}", got)
-    if not all(array.flags.writeable for array in written.arrays):
+    sides = list(map(arrays_of, (read, written)))
+    if not all(array.flags.writeable for array in sides[1]):
         raise argument_error("out", "arrays that can be written", "one that is read-only")
-    places = np.concatenate([part.blocks + part.content[0, 0] for layer in written.layers for part in layer])
+    places = np.concatenate([part.blocks + part.content[0, 0] for layer in written for part in layer])
     if len(np.unique(places)) < len(places):
         raise argument_error("out", "arrays apart from each other", "two in one place")
-    sides = enumerate((read, written))
     reached = [0, 0]  # the end of the memory of either cache, as far as arrays are sorted through
-    for first, end, which in sorted((*byte_bounds(array), i) for i, side in sides for array in side.arrays):
+    for first, end, which in sorted((*byte_bounds(array), i) for i in (0, 1) for array in sides[i]):
         if reached[1 - which] > first:
             raise argument_error("out", "memory apart from the source's", "arrays that share bytes with it")
         reached[which] = max(reached[which], end)
@@ -342,20 +340,21 @@ def check_compatible(read: CacheRows, written: CacheRows) -> None:
 
 def runs_between(rows: Moved, read: CacheRows, written: CacheRows) -> Index:
     """Return runs [runs, (source row, target row, tokens)] of tokens at equal distances on both sides."""
+    even = [min(part.equidistant for layer in cache for part in layer) for cache in (read, written)]
     if rows is None:
-        count, sizes = read.blocks * read.page_size, (read.page_size, written.page_size)
+        count, sizes = read[0][0].count, [len(cache[0][0].tokens) for cache in (read, written)]
         if max(sizes) % min(sizes):
             wanted = f"tables, because neither of the block sizes {sizes[0]} and {sizes[1]} divides the other"
             raise argument_error("tables", wanted, "None")
-        if count > written.blocks * written.page_size:
-            raise argument_error("out", f"{count} rows, as source has", written.blocks * written.page_size)
-        length = math.gcd(read.equidistant, written.equidistant)
+        if count > written[0][0].count:
+            raise argument_error("out", f"{count} rows, as source has", written[0][0].count)
+        length = math.gcd(*even)
         first = np.arange(0, count, length)
         return np.stack([first, first, np.full(len(first), length)], axis=1)
     source, target = rows
-    check_rows("tables[1]", target, written)
+    check_rows("tables[1]", target, written, "out")
     begins = (np.diff(source) != 1) | (np.diff(target) != 1)
-    begins |= (source[1:] % read.equidistant == 0) | (target[1:] % written.equidistant == 0)
+    begins |= (source[1:] % even[0] == 0) | (target[1:] % even[1] == 0)
     first = np.append(0, np.flatnonzero(begins) + 1)[: len(source)]
     return np.stack([source[first], target[first], np.diff(np.append(first, len(source)))], axis=1)
 

@@ -169,7 +169,7 @@ def score_layout(arrays: Any, name: str, sizes: dict[str, int]) -> float:
         return 0.0
     layers = [
         (np.asarray(keys), np.asarray(values))
-        for keys, values in zip(kv.keys, kv.values, strict=True)
+        for keys, values in zip(*kv, strict=True)
         if not isinstance(keys, tuple)
     ]
     if not layers or layers[0][0].dtype.kind in "iub" or "kv" not in NAMED[name].layout.names:

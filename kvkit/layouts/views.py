@@ -34,10 +34,14 @@ class KV:
     keys: Any
     values: Any
 
+    def __iter__(self) -> Iterator[Any]:
+        """Yield keys, then values."""
+        yield from (self.keys, self.values)
+
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A view of keys or values in one of the cache's arrays, with an axis for each of `axes`."""
+    """Names the axes of one of the cache's arrays, as far as it holds keys, or values; axes may be split."""
 
     name: str  # as in errors: "arrays[0]"
     array: np.ndarray

@@ -20,7 +20,7 @@ from kvkit.layouts import Layout, parse, tables
 from kvkit.layouts.views import KV
 from kvkit.tools.contents import Source
 from kvkit.tools.inspection import fitting_layouts
-from kvkit.tools.names import NAMES, PAGED_NAMES, SIDES, rename_tables, some_names
+from kvkit.tools.names import NAMES, PAGED_NAMES, rename_tables, some_names
 from kvkit.tools.source import CacheSource
 from kvkit.tools.state_names import STATES
 
@@ -311,11 +311,9 @@ class Case:
         if kv is None:
             return found
         labels = self.source.side_names if apart and self.source.side_names else PAGED_NAMES
-        for name, label, view in zip(SIDES, labels, (kv.keys, kv.values), strict=True):
-            if apart and name not in apart:
-                continue
-            scale = self.scale_of(name)
-            found.append(CheckedSide(name, label, self.in_rows(stack_view(view)), self.in_rows(scale)))
+        for name, views in self.source.given_sides(kv).items():
+            array, scale = self.in_rows(stack_view(views)), self.in_rows(self.scale_of(name))
+            found.append(CheckedSide(name, labels[name == "value"], array, scale))
         return found
 
     def in_rows(self, array: Any) -> Any:
@@ -328,14 +326,14 @@ class Case:
         """Return the scales of keys or values, with an axis of layers added if codes lack it."""
         if inside := self.source.scales_inside.get("scale"):
             codes = self.source.require_view().keys[0]
-            found = getattr(inside, f"{side}s")  # a scale of a channel is shared by all rows of a block
+            found = self.source.given_sides(inside)[side]  # all rows of a block share a channel's scale
             return stack_view(tuple(np.repeat(each, codes.shape[1] // each.shape[1], 1) for each in found))
         scale = self.source.side_scale(side, "scale")
         if scale is None:
             scales = None
             with contextlib.suppress(KvkitError):  # ignore scales with other axes
                 scales = None if self.source.separate else self.source.scale_views.get("scale")
-            return None if scales is None else stack_view(getattr(scales, f"{side}s"))
+            return None if scales is None else stack_view(self.source.given_sides(scales)[side])
         scale = np.asarray(scale)
         codes = self.source.separate.get(side)
         one_layer = codes is not None and np.ndim(codes) == 4 and self.layout is None

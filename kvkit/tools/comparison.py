@@ -22,7 +22,7 @@ from kvkit.tools.axes import ROLES, WORDS, axes_by_count, is_index, letters_of
 from kvkit.tools.case import stack_view
 from kvkit.tools.causes import Cause, Trial, index_causes, try_causes, usable_inputs
 from kvkit.tools.counting import RowCounts, Tolerances
-from kvkit.tools.names import SIDES, some_names
+from kvkit.tools.names import some_names
 from kvkit.tools.readers import LayerReader, open_arrays
 from kvkit.tools.source import SLIDING, TABLE_PREFIXES, CacheSource, ds_v4_as_rows
 from kvkit.tools.state_names import kind_of_state
@@ -213,7 +213,7 @@ def diff(
         check_plot(plot)
     sides = (a, layout_a, "layout_a"), (b, layout_b, "layout_b")
     arrays = Lazy(compared_arrays, sides, sizes, like, axes)
-    one, two, inputs, known_axes, notes = arrays.value
+    one, two, inputs, known_axes, notes, sources = arrays.value
     if not one:
         raise argument_error("a", "some array of numbers", "none")
     common = [name for name in one if name in two]
@@ -239,7 +239,7 @@ def diff(
         compared += part.compared
         if advance is not None and here is None:
             advance(part.compared)
-    if not found.equal and same_tokens(sides, sizes):
+    if not found.equal and same_tokens(sources):
         found.notes.append("the tokens of all sequences are equal, if each side is read by its page tables")
     else:
         found.notes.extend(notes)
@@ -252,8 +252,8 @@ def diff(
 def compared_arrays(
     sides: Sequence[tuple[Any, str | Layout | None, str]], sizes: Mapping[str, int] | None, like: Any,
     axes: str | None,
-) -> tuple[Arrays, Arrays, Arrays, dict[int, str], list[str]]:  # fmt: skip
-    """Return ({name: array} of side a, of b, inputs by name, {number of axes: axes} where known, notes)."""
+) -> tuple[Arrays, Arrays, Arrays, dict[int, str], list[str], list[CacheSource]]:  # fmt: skip
+    """Return ({name: array} of side a, of b, inputs by name, {number of axes: axes}, notes, sources)."""
     sources = []
     for side, layout, name in sides:
         array = as_numpy(side)
@@ -267,7 +267,8 @@ def compared_arrays(
     # An order of heads before tokens is a guess from the names of arrays, which `axes` overrule.
     stated = any(source.stated_layout or (source.heads_first and not axes) for source in sources)
     if by_name and not stated:
-        return one, two, inputs, axes_by_count(axes, [one[name].ndim for name in common]), []
+        axes_known = axes_by_count(axes, [one[name].ndim for name in common])
+        return one, two, inputs, axes_known, [], sources
     if given is not None:
         with contextlib.suppress(KvkitError):  # inputs may be no cache: before, positions
             inputs |= keys_and_values(given)
@@ -281,7 +282,8 @@ def compared_arrays(
         note.replace("not read", "not compared") for each in sources for note in each.unread(states=states)
     )
     notes = list(dict.fromkeys((*notes, *(note for each in sources for note in each.guess), *unread)))
-    return keys_and_values(sources[0]) | own, keys_and_values(sources[1]) | others, inputs, VIEW_AXES, notes
+    one, two = (keys_and_values(each) | more for each, more in zip(sources, (own, others), strict=True))
+    return one, two, inputs, VIEW_AXES, notes, sources
 
 
 def keys_and_values(source: CacheSource) -> Arrays:
@@ -292,8 +294,8 @@ def keys_and_values(source: CacheSource) -> Arrays:
     parts = {"": source.one_head_view()[0] or source.require_view(both=False)}  # the latter says why not
     with contextlib.suppress(KvkitError):  # scales with other axes are not compared
         parts |= {f"_{part}": view for part, view in source.scale_views.items()}
-    sides = [side for side in SIDES if not source.separate or side in source.separate]
-    found = {f"{x}s{part}": stack_view(getattr(kv, f"{x}s")) for part, kv in parts.items() for x in sides}
+    found = {f"{side}s{part}": stack_view(views) for part, kv in parts.items()
+             for side, views in source.given_sides(kv).items()}  # fmt: skip
     second = {} if source.sliding is None else keys_and_values(source.sliding)
     return found | {f"{SLIDING}_{name}": array for name, array in second.items()}
 
@@ -322,10 +324,9 @@ def differing_tables(a: CacheSource, b: CacheSource) -> tuple[list[Arrays], list
     return [{name: x, "context_lens": each.lengths} for x, each in zip(ids, pages, strict=True)], []
 
 
-def same_tokens(sides: Sequence[tuple[Any, Any, str]], sizes: Mapping[str, int] | None) -> bool:
+def same_tokens(sources: Sequence[CacheSource]) -> bool:
     """Return whether two caches, of which one or both have page tables, hold the same tokens."""
     try:
-        sources = [CacheSource(x, layout, sizes, arguments=(name, "format")) for x, layout, name in sides]
         if all(source.block_tables() is None for source in sources):
             return False
         one, two = map(open_arrays, sources)

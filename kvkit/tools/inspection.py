@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -14,9 +14,7 @@ from kvkit.errors import KvkitError, brief, printable
 from kvkit.files import Contents, Description
 from kvkit.files.members import is_extension_dtype
 from kvkit.layouts.tables import BlockTable
-from kvkit.layouts.views import KV
 from kvkit.tools.contents import Source
-from kvkit.tools.names import SIDES
 from kvkit.tools.source import CacheSource, ds_v4_as_rows
 from kvkit.tools.state_names import StateArrays, find_states, kind_of_state
 from kvkit.tools.text import columns, size
@@ -228,7 +226,7 @@ def not_understood(source: CacheSource) -> tuple[str, ...]:
 def facts_of(source: CacheSource, stats: bool) -> dict[str, Any]:
     """Return the sizes, the use of tables and the statistics of a cache, as arguments of `Inspection`."""
     kv, axis_sizes = ds_v4_as_rows(source).one_head_view()
-    numbers = statistics(source.arrays, kv, source.separate) if stats else []
+    numbers = statistics(source.arrays, None if kv is None else source.given_sides(kv)) if stats else []
     return {"sizes": axis_sizes, "use": use_of(source), "numbers": numbers}
 
 
@@ -258,18 +256,17 @@ def fitting_layouts(cache: Any, contents: bool) -> list[str]:
         return []
 
 
-def statistics(arrays: Mapping[str, np.ndarray], kv: KV | None, apart: Collection[str]) -> list[Numbers]:
+def statistics(arrays: Mapping[str, np.ndarray], sides: Mapping[str, Any] | None) -> list[Numbers]:
     """Return the statistics of keys and values of each layer, or of each array if the layout is unknown."""
-    if kv is None:
+    if sides is None:
         numeric = {
             name: x for name, x in arrays.items() if x.dtype.kind in "fiub" or is_extension_dtype(x.dtype)
         }
         return [numbers_of(name, [array]) for name, array in numeric.items()]
-    sides = [(f"{side}s", getattr(kv, f"{side}s")) for side in SIDES if not apart or side in apart]
     return [
-        numbers_of(f"layer {layer} {name}", side[layer] if isinstance(side[layer], tuple) else [side[layer]])
-        for layer in range(len(kv.keys))
-        for name, side in sides
+        numbers_of(f"layer {layer} {name}s", views if isinstance(views, tuple) else [views])
+        for layer, pair in enumerate(zip(*sides.values(), strict=True))
+        for name, views in zip(sides, pair, strict=True)
     ]
 
 

@@ -22,7 +22,6 @@ from kvkit.tools.contents import Source
 from kvkit.tools.source import LINE, TABLE_PREFIXES, CacheSource, leaves, parse_layout
 
 QUERY = "query"  # [layers, sequences, last tokens, heads, dim]
-SIDE_VIEWS = "keys", "values"
 
 
 def join(
@@ -89,8 +88,8 @@ def join(
     names, views = [rank.name for rank in ranks], [rank.require_view() for rank in ranks]
     chosen, notes = ranks_without_copies(names, views, num_kv_heads)
     cache = [
-        [join_heads([names[i] for i in chosen], [getattr(views[i], side)[layer] for i in chosen])
-         for side in SIDE_VIEWS]
+        [join_heads([names[i] for i in chosen], [side[layer] for side in sides])
+         for sides in zip(*(views[i] for i in chosen), strict=True)]
         for layer in range(layers)
     ]  # fmt: skip
     arrays = rest[0] | ranks[0].numbers_to_write | files.flat({CACHE: cache})
@@ -142,7 +141,7 @@ def cut(
     opened = CacheSource(source, layout, sizes, ("from_layout", "from_format"))
     check_divisible(opened, "source")
     kv = opened.require_view()
-    heads = {leaf.shape[-2] for side in SIDE_VIEWS for layer in getattr(kv, side) for leaf in leaves(layer)}
+    heads = {leaf.shape[-2] for side in kv for layer in side for leaf in leaves(layer)}
     if any(each % count and count % each for each in heads):
         wanted = f"a number that divides {' and '.join(map(str, sorted(heads)))} heads, or a multiple of them"
         raise argument_error("ranks", wanted, count)
@@ -150,10 +149,7 @@ def cut(
     first = opened.contents
     found = []
     for rank in range(count):
-        cache = [
-            [heads_of_rank(getattr(kv, side)[layer], rank, count, 2) for side in SIDE_VIEWS]
-            for layer in range(len(kv.keys))
-        ]
+        cache = [[heads_of_rank(side, rank, count, 2) for side in layer] for layer in zip(*kv, strict=True)]
         arrays = others | files.flat({CACHE: cache})
         if (query := arrays.get(QUERY)) is not None and query.ndim == 5 and not query.shape[3] % count:
             arrays[QUERY] = heads_of_rank(query, rank, count, 3)
@@ -225,11 +221,10 @@ def digests(views: Sequence[KV]) -> list[bytes]:
     found = []
     for rank, view in enumerate(views):
         total, is_zero = hashlib.blake2b(), True
-        for side in SIDE_VIEWS:
-            for leaf in (leaf for layer in getattr(view, side) for leaf in leaves(layer)):
-                raw = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
-                total.update(f"{leaf.shape} {leaf.dtype}".encode() + raw.data)
-                is_zero = is_zero and not raw.any()
+        for leaf in (leaf for side in view for layer in side for leaf in leaves(layer)):
+            raw = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
+            total.update(f"{leaf.shape} {leaf.dtype}".encode() + raw.data)
+            is_zero = is_zero and not raw.any()
         found.append(f"zeros of rank {rank}".encode() if is_zero else total.digest())
     return found
 

@@ -90,6 +90,7 @@ class CacheSource(CacheArrays):
         arguments: tuple[str, str] = ("layout", "format"),
     ) -> None:  # fmt: skip
         contents = contents_of(source)
+        self.tables_read: dict[int | None, tuple[str, BlockTable] | None] = {}  # by the size of a page
         self.scales_inside: dict[str, KV] = {}  # views of scales that lay in the same blocks as codes
         stated = layout or contents.description.layout
         if stated in openvino.FORMATS:
@@ -327,6 +328,11 @@ class CacheSource(CacheArrays):
             raise argument_error(self.layout_argument, wanted, self.layout)
         return self.kv
 
+    def given_sides(self, kv: KV) -> dict[str, Any]:
+        """Return {"key": views by layer, "value": views} of those sides that the source has."""
+        sides = zip(SIDES, kv, strict=True)
+        return {side: views for side, views in sides if not self.separate or side in self.separate}
+
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
         """Return the lengths of the layout's axes that views determine."""
@@ -455,13 +461,15 @@ class CacheSource(CacheArrays):
 
     def block_tables(self, page_size: int | None = None) -> tuple[str, BlockTable] | None:
         """Return (name of the convention of tables, their `BlockTable`); None if there are no tables."""
-        try:
-            return self.read_tables(page_size)
-        except KvkitError:
-            raise
-        except (AttributeError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-            wanted = "page tables in the form of kvkit or llama.cpp"
-            raise argument_error("source", wanted, brief(error)) from None
+        if page_size not in self.tables_read:
+            try:
+                self.tables_read[page_size] = self.read_tables(page_size)
+            except KvkitError:
+                raise
+            except (AttributeError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+                wanted = "page tables in the form of kvkit or llama.cpp"
+                raise argument_error("source", wanted, brief(error)) from None
+        return self.tables_read[page_size]
 
     def read_tables(self, page_size: int | None) -> tuple[str, BlockTable] | None:
         """Return the block tables of the first convention of which all arrays exist."""

@@ -77,7 +77,7 @@ def rows_of_state(source: CacheSource) -> dict[str, np.ndarray]:
     rows = pages[1].rows() if pages else np.arange(leaves(kv.keys[0])[0].shape[-3])
     places = source.places_of_tokens
     found: dict[str, np.ndarray] = {}
-    for layer, pair in enumerate(zip(kv.keys, kv.values, strict=True)):
+    for layer, pair in enumerate(zip(*kv, strict=True)):
         for side, array in enumerate(pair):
             whole = np.concatenate(array) if isinstance(array, tuple) else array.reshape(-1, *array.shape[2:])
             found[f"{CACHE}.{layer}.{side}"] = whole[rows].reshape(1, len(rows), -1)

@@ -10,8 +10,9 @@ from planted_faults import FAULTS
 import kvkit.layouts
 from kvkit.errors import KvkitError
 from kvkit.reference import cache as reference
-from kvkit.tools import convert, counting, diff
+from kvkit.tools import contents, convert, counting, diff
 from kvkit.tools.causes import CAUSES
+from kvkit.tools.source import CacheSource
 
 L, B, N, H, C = 2, 3, 4, 2, 16  # layers, pages, positions, heads, content
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -435,6 +436,19 @@ def test_tokens_in_other_pages_are_told():
     assert found.arrays[0].axes == ("sequence", "entry")
     two["cache"][0][0, 1] = 7
     assert not diff(four, two, layout_a=line, layout_b=line).notes
+
+
+def test_each_cache_is_opened_once(monkeypatch, tmp_path):
+    """Also where page tables differ, and the tokens are then compared by them."""
+    tokens, opened, tables_read = {"key": np.ones((1, 10, 2, 4)), "value": np.ones((1, 10, 2, 4))}, [], []
+    for size in (4, 2):
+        convert(tokens, tmp_path / f"{size}.npz", to_layout="vllm-lbnhc", page_size=size)
+    reading, tables_of = contents.files.read, CacheSource.read_tables
+    monkeypatch.setattr(contents.files, "read", lambda path: opened.append(path) or reading(path))
+    monkeypatch.setattr(CacheSource, "read_tables", lambda *x: tables_read.append(x) or tables_of(*x))
+    found = diff(tmp_path / "4.npz", tmp_path / "2.npz")
+    assert not found.equal and "the tokens of all sequences are equal" in found.notes[-1]
+    assert (len(opened), len(tables_read)) == (2, 2)
 
 
 def test_page_tables_and_lengths_of_caches_with_a_layout_are_compared():
