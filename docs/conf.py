@@ -42,7 +42,7 @@ html_show_search_summary = False  # which a browser may not read from a disk
 ALONE = (
     "concepts",
     "gallery",
-    "good_to_know",
+    "install",
     "benchmarks",
     "benchmark_tables",
     "comparison",
