@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from kvkit.checks.arguments import KeyAttention
 from kvkit.checks.attention import AttentionCall, checked_attention
 from kvkit.checks.index_tensors import Static
 from kvkit.checks.key_value_cache import TransferCall
+from kvkit.checks.records import NO_MASK, MaskPlace, StepIndex
 from kvkit.runtime.arrays import address, addresses_of, empty_result, overlap_distances
 from kvkit.typed import Array, Arrays, Attended
 
@@ -26,6 +27,7 @@ MOST = 4096  # prepared calls of a `PreparedCalls`
 MOST_ATTENTIONS = 64  # forms of attention to keys that are remembered
 # The array that an address of attention to keys points into, by the field of `AttentionParams`.
 OWNERS = {"query": "query", "keys.address": "key", "values.address": "value", "out": "out"}
+UNKNOWN = object()  # the version of a launch while its work is divided anew
 Prepared = TypeVar("Prepared")
 # Types whose values never change. A tensor of one integer can change, and stays equal to itself.
 CONSTANT = frozenset({type(None), bool, int, float, str, tuple, *np.sctypeDict.values()})
@@ -138,17 +140,34 @@ class PreparedCalls(dict[Any, Prepared], Generic[Prepared]):
             return
 
 
+class Refit(NamedTuple):
+    """What changes between two runs of prepared attention, besides the addresses of its arrays."""
+
+    version: object = None  # of the lengths; another one divides the work anew
+    lengths: Any = None  # of each of the `growing` contexts; or an array, where all contexts begin
+    pages: Array | None = None  # the page tables [contexts, pages]
+    row: int | None = None  # the first row, for `begin_at`
+    query: Array | None = None  # for `load_query`
+    mask: MaskPlace = NO_MASK
+
+
 class PreparedCall:
     """A checked call whose launches can run again with arrays at other addresses.
 
     `arrays` has arrays, or their addresses, by their names in launches; `run` takes arrays in the same order.
     `run` checks that the last `written` arrays are writeable and do not overlap others, unless their distance
     is that of the first call, as for views of one pool. If this is not certain, it returns False, and the
-    call needs the full checks. A cache has `room` rows. `attention` is a launch whose work is divided anew
-    for another `version` of the step.
+    call needs the full checks. A cache has `room` rows.
+
+    `attention` is a launch that follows a `Refit`. It was prepared for the `first` one and for index tensors
+    `steps`, whose last `growing` contexts have one length. `begin_at` makes the params read from another row,
+    and `load_query` writes a query to where the launch reads it.
     """
 
-    __slots__ = "_addresses", "_attention", "_distances", "_launches", "_written", "owners", "room", "version"
+    __slots__ = (
+        "_addresses", "_attention", "_begin_at", "_distances", "_growing", "_launches", "_load_query",
+        "_mask", "_steps", "_version", "_written", "owners", "room",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -158,10 +177,15 @@ class PreparedCall:
         *,
         room: int = 0,
         attention: Any = None,
-        version: object = None,
+        first: Refit = Refit(),  # noqa: B008  # never changes
+        steps: StepIndex | None = None,
+        growing: int = 0,
+        begin_at: Callable[[Array, int], None] | None = None,
+        load_query: Callable[[Array], object] | None = None,
     ) -> None:
-        self._launches, self._attention = launches, attention
-        self.room, self.version = room, version
+        self._launches, self._attention, self._steps, self._growing = launches, attention, steps, growing
+        self._begin_at, self._load_query = begin_at, load_query
+        self.room, self._version, self._mask = room, first.version, first.mask
         by_index: Any = {i: array for i, array in enumerate(arrays.values()) if written and array is not None}
         self._written = [i for i in by_index if i >= len(arrays) - written]
         places = [address(each) if isinstance(each, np.ndarray) else each or 0 for each in arrays.values()]
@@ -176,7 +200,7 @@ class PreparedCall:
         ]
         self.owners = {[*arrays][i] for _, _, i, _ in self._addresses}
 
-    def run(self, arrays: Sequence[Array | None], version: object = None) -> bool:
+    def run(self, arrays: Sequence[Array | None], refit: Refit | None = None) -> bool:
         """Run the call for other arrays of its form; return False if it needs the full checks."""
         places = addresses_of(arrays)
         for i in self._written:
@@ -186,16 +210,15 @@ class PreparedCall:
             distance = places[other] - places[one]
             if least < distance < most and distance != checked:
                 return False
-        return self.run_at(places, None if version == self.version else lambda: self.reschedule(version))
+        return self.run_at(places, refit)
 
-    def run_at(self, places: Sequence[int], refit: Callable[[], bool] | None = None) -> bool:
+    def run_at(self, places: Sequence[int], refit: Refit | None = None) -> bool:
         """Run the call for arrays at these addresses, which are not checked.
 
-        `refit` is called first, and may change other fields of the launches. If it returns False, nothing
-        runs and the result is False, because the call needs another launch.
+        If attention needs another launch for `refit`, nothing runs and the result is False.
         """
         with cpu.launches.running:
-            if refit is not None and not refit():
+            if refit is not None and not self._fits(refit):
                 return False
             for params, at, i, offset in self._addresses:
                 params[at] = places[i] + offset
@@ -203,12 +226,37 @@ class PreparedCall:
                 launch.run()
         return True
 
-    def reschedule(self, version: object) -> bool:
-        """Divide the work anew for another step; return False if that needs another launch."""
-        self.version = None
-        if not self._attention.reschedule():
-            return False
-        self.version = version
+    def _fits(self, refit: Refit) -> bool:
+        """Write what is new into the launch of attention; return False if it needs another launch."""
+        launch = self._attention
+        if refit.version != self._version:
+            self._version = UNKNOWN
+            if not self._set_lengths(refit) or not launch.reschedule():
+                return False
+            self._version = refit.version
+        if refit.row is not None and self._begin_at:
+            self._begin_at(launch.params, refit.row)
+        if refit.query is not None and self._load_query:
+            self._load_query(refit.query)
+        if refit.mask != self._mask:
+            cpu.attention.prepare.set_mask(launch.params, refit.mask)
+            self._mask = refit.mask
+        return True
+
+    def _set_lengths(self, refit: Refit) -> bool:
+        """Write lengths and page tables into the index tensors; return False if the tables have no room."""
+        if self._steps is None:  # the step has written them
+            return True
+        table, kvstarts = self._steps.table, self._steps.kvstarts
+        if refit.pages is not None:
+            if refit.pages.shape[1] > table.shape[1]:
+                return False
+            table[:, : refit.pages.shape[1]] = refit.pages
+        if isinstance(refit.lengths, int):
+            grown = kvstarts[-self._growing - 1 :]
+            np.add(np.arange(self._growing + 1) * refit.lengths, grown[0], out=grown)
+        else:
+            np.copyto(kvstarts, refit.lengths)
         return True
 
 

@@ -17,6 +17,7 @@ from kvkit.calls.prepared import (
     Form,
     PreparedCall,
     PreparedCalls,
+    Refit,
     attention_launches,
     form_of,
     is_pair,
@@ -134,7 +135,7 @@ class PlannedStep:
         prepared = self._calls.find(form)
         if prepared and steps and prepared.room >= steps.rows:
             result: Any = empty_result(call.query.shape, call.query.dtype) if out is None else out
-            if prepared.run((*arrays, result), self._version):
+            if prepared.run((*arrays, result), Refit(self._version)):
                 return result
         checked = checked_cache_attention(self._sequences, call)
         results = checked.results.arrays(out)
@@ -143,9 +144,8 @@ class PlannedStep:
         if form and checked.layer and all(map(operator.is_, arrays, (checked.query, *checked.current))):
             names = "query", "current_key", "current_value", "cache", "scale", "out"
             repeated, room = dict(zip(names, (*arrays, results[0]), strict=True)), checked.layer.capacity[1]
-            prepared = PreparedCall(
-                launches, repeated, ATTENDS, room=room, attention=launches[-1], version=self._version
-            )
+            attention, first = launches[-1], Refit(self._version)
+            prepared = PreparedCall(launches, repeated, ATTENDS, room=room, attention=attention, first=first)
             self._calls.keep(form, prepared)
         return results if len(results) > 1 else results[0]
 

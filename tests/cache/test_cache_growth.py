@@ -134,7 +134,7 @@ def test_a_static_layer_costs_what_is_filled():
     whole[:, :, 100:] = values[:, :, 100:] = np.nan
     assert layer.attend(query).tobytes() == clean.tobytes()
     [prepared] = layer._attention._calls.values()
-    assert prepared._params[FIELD["products"]] == 4 * 100 * 100
+    assert prepared._attention.params[FIELD["products"]] == 4 * 100 * 100
 
 
 def allocated():

@@ -150,17 +150,11 @@ def test_masks_and_weights(tokens):
 
 def test_prepared_calls_are_as_good_as_fresh_ones(monkeypatch):
     """Token by token, while tokens become codes and a draft goes back: the same bytes, few preparations."""
-    made = []
-
-    class Counted(attention.PreparedAttention):
-        def __init__(self, *arguments):
-            made.append(arguments)
-            super().__init__(*arguments)
-
+    made, prepare = [], attention.prepare_rows
     layer, given = QuantizedLayer(**OPTIONS), states(600, dims=(32, 32))
     query = queries(4, 600, 32, "float32")
     feed(layer, given, 20)
-    monkeypatch.setattr(attention, "PreparedAttention", Counted)
+    monkeypatch.setattr(attention, "prepare_rows", lambda *given: made.append(1) or prepare(*given))
     for i in range(20, 600):
         feed(layer, given, i + 1)
         got = layer.attend(query[:, :, i : i + 1])

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from kvkit import cpu, merge
 from kvkit.cache.layers.positions import Piece
-from kvkit.calls.prepared import PreparedCall, PreparedCalls, form_of
+from kvkit.calls.prepared import PreparedCall, PreparedCalls, Refit, form_of
 from kvkit.checks import attention, index_tensors, masks
 from kvkit.checks.arguments import Scoring
 from kvkit.checks.records import ENDLESS, NO_MASK, MaskPlace, Side, StepIndex
 from kvkit.checks.values import checked_format, flag, one_piece
 from kvkit.errors import argument_error, describe
 from kvkit.formats import FLOATS, Element
-from kvkit.runtime.arrays import addresses_of
 from kvkit.typed import Array, Attended, Pair
 
-MOST_QUERY_BYTES = 2**18  # of queries for `PreparedPieces`, which keeps a copy of them for each piece
+MOST_QUERY_BYTES = 2**18  # of queries for `prepare_pieces`, which keeps a copy of them for each piece
 NOT_ROTATED = "False, because keys were moved and not rotated yet (call `flatten` first)"
 FLOAT32 = next(fmt for fmt in FLOATS if fmt.name == "float32")
 
@@ -28,9 +26,9 @@ class LayerAttention:
     """Computes a layer's attention. It keeps the last prepared call, to repeat it for calls of equal form."""
 
     def __init__(self) -> None:
-        self._calls: PreparedCalls[PreparedAttention] = PreparedCalls(1)
-        self._by_piece: list[PreparedCalls[PreparedAttention]] = []  # one launch for each piece
-        self._all_pieces: PreparedCalls[PreparedPieces] = PreparedCalls(1)  # one launch for all pieces
+        self._calls: PreparedCalls[PreparedCall] = PreparedCalls(1)
+        self._by_piece: list[PreparedCalls[PreparedCall]] = []  # one launch for each piece
+        self._all_pieces: PreparedCalls[PreparedCall] = PreparedCalls(1)  # one launch for all pieces
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return LayerAttention, ()  # a copy has other addresses, so it gets no prepared calls
@@ -70,14 +68,14 @@ class LayerAttention:
         shape = batch, query_heads, rows[1] - rows[0]
         key_weights = np.empty(shape, np.float32) if wants_weights else None
         if scoring.sinks is None and key_weights is None:
-            form = form_of((query,), (wants_lse, scoring.softmax_scale, scoring.softcap))
-        prepared = self._calls.find(form)
-        if not prepared or not prepared.run(layer.store, rows, arrays, place):
+            form = form_of((query,), (id(layer.store), wants_lse, scoring.softmax_scale, scoring.softcap))
+        prepared, refit = self._calls.find(form), rows_refit(rows, place)
+        if not prepared or not prepared.run([*arrays.values()], refit):
             if form:
                 self._calls.clear()
             left = -1 if layer.window is None else layer.window - 1
             weights = attention.checked_weights(query, place, scoring._replace(window=(left, -1)))
-            self._calls.keep(form, PreparedAttention(layer.store, rows, fmt, arrays, weights, key_weights))
+            self._calls.keep(form, prepare_rows(layer, refit, fmt, arrays, weights, key_weights))
         results = [layer.store.output(out).swapaxes(1, 2)]
         results += [] if lse is None else [lse.swapaxes(1, 2)]
         results += [] if key_weights is None else [key_weights]
@@ -123,10 +121,11 @@ class LayerAttention:
         if scoring.sinks is None and query.nbytes <= MOST_QUERY_BYTES:
             form = form_of((query,), (scoring.softmax_scale, scoring.softcap, fixed))
         prepared = self._all_pieces.find(form)
-        if not prepared or not prepared.run(last.end, query, out, lse, place):
+        refit = Refit(last.end, last.end - last.begin, query=query, mask=place)
+        if not prepared or not prepared.run((out, lse), refit):
             self._all_pieces.clear()
             weights = attention.checked_weights(query, place, scoring)
-            self._all_pieces.keep(form, PreparedPieces(layer, pieces, query, out, lse, weights))
+            self._all_pieces.keep(form, prepare_pieces(layer, pieces, refit, query, (out, lse), weights))
         return out, lse
 
     def _attend_by_piece(
@@ -146,7 +145,7 @@ class LayerAttention:
 
 
 def attend_piece(
-    calls: PreparedCalls[PreparedAttention],
+    calls: PreparedCalls[PreparedCall],
     layer: Any,
     rows: tuple[int, int],
     query: Array,
@@ -172,14 +171,14 @@ def attend_piece(
     out = np.empty((batch, new, heads, layer.store.geometry.value_dim), np.float32)
     lse = np.empty((batch, new, heads), np.float32)
     arrays: dict[str, Array | None] = {"query": query, "out": out, "lse": lse}
-    form = form_of((query,), (causal, scoring.softmax_scale, scoring.softcap))
+    form = form_of((query,), (id(layer.store), causal, scoring.softmax_scale, scoring.softcap))
     form = form if scoring.sinks is None else None
-    prepared, rows = calls.find(form), (begin + first, end + first)
-    if not prepared or not prepared.run(layer.store, rows, arrays, place):
+    prepared, refit = calls.find(form), rows_refit((begin + first, end + first), place)
+    if not prepared or not prepared.run([*arrays.values()], refit):
         calls.clear()
         window = (left, -1) if causal and layer.window is not None else (-1, -1)
         weights = attention.checked_weights(query, place, scoring._replace(is_causal=causal, window=window))
-        calls.keep(form, PreparedAttention(layer.store, rows, FLOAT32, arrays, weights))
+        calls.keep(form, prepare_rows(layer, refit, FLOAT32, arrays, weights))
     return out, lse
 
 
@@ -254,126 +253,66 @@ def mask_of_stored(layer: Any, mask: Array, batch: int) -> Array:
     return mask[:, layer.positions]
 
 
-class PreparedAttention:
-    """Repeats attention over one store while only addresses and lengths change.
-
-    A launch is for some shapes and a split of the work, which changes once in some hundred tokens.
-    """
-
-    __slots__ = ("_begin_at", "_counts", "_mask", "_params", "_prepared", "_step", "_store")
-
-    def __init__(
-        self,
-        store: Any,
-        rows: tuple[int, int],
-        fmt: Element,
-        arrays: dict[str, Any],
-        weights: attention.Weights,
-        key_weights: Array | None = None,
-    ) -> None:
-        self._store, self._mask, (first, end) = store, weights.mask, rows
-        context, self._begin_at = self._store.context(fmt.name, first, end)
-        query, out, lse = arrays.values()
-        batch, new = query.shape[:2]
-        self._step = index_tensors.static_step(batch, new, end - first)
-        self._counts = np.arange(batch + 1)  # times the length it is `kvstarts`
-        launch = cpu.attention.prepare.prepare_attention(
-            query, out, lse, context, self._step, 0, weights, key_weights=key_weights
-        )
-        self._params = launch.params
-        self._prepared = PreparedCall([launch], arrays, attention=launch, version=end - first)
-        cpu.launches.start(launch)
-
-    def run(
-        self, store: Any, rows: tuple[int, int], arrays: Mapping[str, Array | None], mask: MaskPlace
-    ) -> bool:
-        """Attend with another query and mask to other rows; return False if they need a new prepared call."""
-        if store is not self._store:
-            return False
-        (row, end), places = rows, addresses_of(arrays.values())
-        return self._prepared.run_at(places, lambda: self._refit(row, end - row, mask))
-
-    def _refit(self, row: int, kvlen: int, mask: MaskPlace) -> bool:
-        """Set the first row and the length; return False if the new length needs a new launch."""
-        if kvlen != self._prepared.version:
-            np.multiply(self._counts, kvlen, out=self._step.kvstarts)
-            if not self._prepared.reschedule(kvlen):
-                return False
-        self._begin_at(self._params, row)
-        self._mask = place_mask(self._params, self._mask, mask)
-        return True
+def prepare_rows(
+    layer: Any,
+    first: Refit,
+    fmt: Element,
+    arrays: dict[str, Any],
+    weights: attention.Weights,
+    key_weights: Array | None = None,
+) -> PreparedCall:
+    """Attend to the stored rows of a layer from `first.row` on; return the call, to repeat it."""
+    context, begin_at = layer.store.context(fmt.name, first.row, first.row + first.lengths)
+    query, out, lse = arrays.values()
+    batch, new = query.shape[:2]
+    step = index_tensors.static_step(batch, new, first.lengths)
+    launch = cpu.attention.prepare.prepare_attention(
+        query, out, lse, context, step, 0, weights, key_weights=key_weights
+    )
+    cpu.launches.start(launch)
+    return PreparedCall(
+        [launch], arrays, attention=launch, first=first, steps=step, growing=batch, begin_at=begin_at
+    )
 
 
-def place_mask(params: Array, before: MaskPlace, mask: MaskPlace) -> MaskPlace:
-    """Write a mask into the params of a launch, unless it is the one from before; return it."""
-    if mask != before:
-        cpu.attention.prepare.set_mask(params, mask)
-    return mask
+def rows_refit(rows: tuple[int, int], mask: MaskPlace) -> Refit:
+    """Return the refit of a call that attends to the rows [begin, end) of a store."""
+    begin, end = rows
+    return Refit(end - begin, end - begin, row=begin, mask=mask)
 
 
-class PreparedPieces:
-    """Repeats attention over pieces of rows and the merge of their outputs, while the last piece grows."""
-
-    __slots__ = ("_begin", "_lengths", "_mask", "_params", "_prepared", "_query", "_rope", "_rotations")
-
-    def __init__(
-        self,
-        layer: Any,
-        pieces: list[Piece],
-        query: Array,
-        out: Array,
-        lse: Array,
-        weights: attention.Weights,
-    ) -> None:
-        (batch, new, heads, _), count = query.shape, len(pieces)
-        self._rope, self._begin, self._mask = layer.rope, pieces[-1].begin, weights.mask
-        deltas = -np.array([shift for _, _, shift in pieces])[:, None, None, None]
-        self._rotations = self._rope.cos_sin(deltas, np.float32)  # cosines, sines [pieces, 1, 1, 1, pairs]
-        self._query = np.empty((count, *query.shape), np.float32)  # [pieces, B, q, Hq, D], written by `run`
-        outs = np.empty((count, *out.shape), np.float32)
-        lses = np.empty((count, *lse.shape), np.float32)
-        queries, flat_outs, flat_lses = (
-            states.reshape(-1, *states.shape[2:]) for states in (self._query, outs, lses)
-        )
-        context, _ = layer.store.context(FLOAT32.name, 0, pieces[-1].end)
-        step = pieces_step(context.sides[0], pieces, batch, new)
-        context = context._replace(sides=tuple(side._replace(sequence=0) for side in context.sides))
-        earlier = (count - 1) * batch  # sequences without a causal rule: their rows are before all queries
-        if weights.sinks is not None:
-            sinks = np.full((earlier + batch, heads), -np.inf, np.float32)
-            sinks[earlier:] = weights.sinks  # they enter the softmax once, with the last piece
-            weights = weights._replace(sinks=sinks, sink_sequences=len(sinks))
-        attend = cpu.attention.prepare.prepare_attention(
-            queries, flat_outs, flat_lses, context, step, earlier, weights
-        )
-        attend.owners.clear()  # no address changes from run to run; `join` keeps the arrays alive
-        join = cpu.attention.merge.prepare_merge(FLOAT32.name, list(outs), list(lses), out, lse)
-        join.alive = *join.alive, outs, lses
-        self._params = attend.params
-        # The kvstarts of the last piece: counts * its length + the first of them.
-        self._lengths = step.kvstarts[earlier:], np.arange(batch + 1), step.kvstarts[earlier]
-        arrays = {"out": out, "lse": lse}
-        self._prepared = PreparedCall([attend, join], arrays, attention=attend, version=pieces[-1].end)
-        self.run(pieces[-1].end, query, out, lse, weights.mask)
-
-    def run(self, end: int, query: Array, out: Array, lse: Array, mask: MaskPlace) -> bool:
-        """Attend with other queries, another mask and end; return False if these need a new launch."""
-
-        def refit() -> bool:
-            self._rope.write_rotated(query, *self._rotations, self._query)
-            return self._fits(end, mask)
-
-        return self._prepared.run_at(addresses_of((out, lse)), refit)
-
-    def _fits(self, end: int, mask: MaskPlace) -> bool:
-        """Set the end of the last piece and the mask; return False if these need a new launch."""
-        if end != self._prepared.version:
-            kvstarts, counts, first = self._lengths
-            np.add(counts * (end - self._begin), first, out=kvstarts)
-            if not self._prepared.reschedule(end):
-                return False
-        self._mask = place_mask(self._params, self._mask, mask)
-        return True
+def prepare_pieces(
+    layer: Any, pieces: list[Piece], first: Refit, query: Array, results: Pair, weights: attention.Weights
+) -> PreparedCall:
+    """Attend to pieces of rows and merge their outputs; return the call, whose last piece may grow."""
+    (batch, new, heads, _), count, (out, lse) = query.shape, len(pieces), results
+    rope, deltas = layer.rope, -np.array([shift for _, _, shift in pieces])[:, None, None, None]
+    rotations = rope.cos_sin(deltas, np.float32)  # cosines, sines [pieces, 1, 1, 1, pairs]
+    rotated = np.empty((count, *query.shape), np.float32)  # [pieces, B, q, Hq, D], written by each run
+    outs, lses = np.empty((count, *out.shape), np.float32), np.empty((count, *lse.shape), np.float32)
+    queries, flat_outs, flat_lses = (
+        states.reshape(-1, *states.shape[2:]) for states in (rotated, outs, lses)
+    )
+    context, _ = layer.store.context(FLOAT32.name, 0, pieces[-1].end)
+    step = pieces_step(context.sides[0], pieces, batch, new)
+    context = context._replace(sides=tuple(side._replace(sequence=0) for side in context.sides))
+    earlier = (count - 1) * batch  # sequences without a causal rule: their rows are before all queries
+    if weights.sinks is not None:
+        sinks = np.full((earlier + batch, heads), -np.inf, np.float32)
+        sinks[earlier:] = weights.sinks  # they enter the softmax once, with the last piece
+        weights = weights._replace(sinks=sinks, sink_sequences=len(sinks))
+    attend = cpu.attention.prepare.prepare_attention(
+        queries, flat_outs, flat_lses, context, step, earlier, weights
+    )
+    attend.owners.clear()  # no address changes from run to run; `join` keeps the arrays alive
+    join = cpu.attention.merge.prepare_merge(FLOAT32.name, list(outs), list(lses), out, lse)
+    join.alive = *join.alive, outs, lses
+    call = PreparedCall(
+        [attend, join], {"out": out, "lse": lse}, attention=attend, first=first, steps=step, growing=batch,
+        load_query=lambda query: rope.write_rotated(query, *rotations, rotated),
+    )  # fmt: skip
+    call.run(results, first)
+    return call
 
 
 def pieces_step(side: Side, pieces: list[Piece], batch: int, new: int) -> StepIndex:

@@ -17,7 +17,7 @@ from kvkit.cache.blocks.allocator import BlockAllocator
 from kvkit.cache.blocks.sequence import Moves, SavedSequence
 from kvkit.cache.blocks.step import Step
 from kvkit.cache.layers import requests
-from kvkit.cache.layers.attention import NOT_ROTATED, place_mask
+from kvkit.cache.layers.attention import NOT_ROTATED
 from kvkit.cache.layers.changes import whole
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.layers.positions import (
@@ -35,14 +35,13 @@ from kvkit.cache.paged.step import PagedStep
 from kvkit.cache.paged.store import PagedStore
 from kvkit.cache.stores.memory import Geometry, check_geometry
 from kvkit.cache.stores.view import views_of
-from kvkit.calls.prepared import PreparedCall, PreparedCalls, form_of
+from kvkit.calls.prepared import PreparedCall, PreparedCalls, Refit, form_of
 from kvkit.checks import attention, index_tensors, masks
 from kvkit.checks.arguments import Scoring
-from kvkit.checks.records import NO_MASK, Context, MaskPlace, StepIndex
+from kvkit.checks.records import NO_MASK, Context, StepIndex
 from kvkit.checks.values import checked_format, flag, integer, one_piece
 from kvkit.errors import argument_error, describe
 from kvkit.rope import Rope
-from kvkit.runtime.arrays import addresses_of
 from kvkit.typed import Array, Attended, States
 
 PAGE_SIZE = 16  # tokens
@@ -63,54 +62,31 @@ class RaggedPlan(NamedTuple):
     plans: list[Rearrangement]  # one for each head
 
 
-class PreparedHeads:
-    """Repeats attention over the pages of all heads, in one launch, at later steps."""
-
-    __slots__ = ("_mask", "_params", "_prepared", "_step_index")
-
-    def __init__(
-        self,
-        context: Context,
-        step: Step,
-        query: Array,
-        results: tuple[Array, Array, Array | None],
-        weights: attention.Weights,
-    ) -> None:
-        count, new, *_ = query.shape  # [heads of all rows, q, query heads of a key head, D]
-        out, lse, key_weights = results
-        pages = np.full((count, step.pages.shape[1] + MORE_PAGES), -1)  # with room for later steps
-        self._step_index = StepIndex(
-            np.arange(count + 1) * new, step.kvstarts.copy(), step.first_places, np.zeros(count, np.int64),
-            pages, PAGE_SIZE, tokens=count * new, context=int(step.kvstarts[-1]), rows=0,
-        )  # fmt: skip
-        self._copy_pages(step)
-        decoding = count if new == 1 else 0
-        launch = cpu.attention.prepare.prepare_attention(
-            query, out, lse, context, self._step_index, decoding, weights, key_weights=key_weights
-        )
-        cpu.launches.start(launch)
-        self._mask, self._params = weights.mask, launch.params
-        arrays = {"query": query, "out": out, "lse": lse}
-        self._prepared = PreparedCall([launch], arrays, attention=launch, version=step)
-
-    def _copy_pages(self, step: Step) -> None:
-        self._step_index.table[:, : step.pages.shape[1]] = step.pages
-
-    def run(self, step: Step, query: Array, out: Array, lse: Array, mask: MaskPlace) -> bool:
-        """Attend in a step with other queries and mask; return False if it needs a new launch."""
-
-        def refit() -> bool:
-            if step is not self._prepared.version:
-                if step.pages.shape[1] > self._step_index.table.shape[1]:
-                    return False
-                np.copyto(self._step_index.kvstarts, step.kvstarts)
-                self._copy_pages(step)
-                if not self._prepared.reschedule(step):
-                    return False
-            self._mask = place_mask(self._params, self._mask, mask)
-            return True
-
-        return self._prepared.run_at(addresses_of((query, out, lse)), refit)
+def prepare_heads(
+    context: Context,
+    step: Step,
+    first: Refit,
+    query: Array,
+    results: tuple[Array, Array, Array | None],
+    weights: attention.Weights,
+) -> PreparedCall:
+    """Attend to the pages of all heads in one launch; return the call, to repeat it in later steps."""
+    count, new, *_ = query.shape  # [heads of all rows, q, query heads of a key head, D]
+    out, lse, key_weights = results
+    pages = np.full((count, step.pages.shape[1] + MORE_PAGES), -1)  # with room for later steps
+    pages[:, : step.pages.shape[1]] = step.pages
+    steps = StepIndex(
+        np.arange(count + 1) * new, step.kvstarts.copy(), step.first_places, np.zeros(count, np.int64),
+        pages, PAGE_SIZE, tokens=count * new, context=int(step.kvstarts[-1]), rows=0,
+    )  # fmt: skip
+    decoding = count if new == 1 else 0
+    launch = cpu.attention.prepare.prepare_attention(
+        query, out, lse, context, steps, decoding, weights, key_weights=key_weights
+    )
+    cpu.launches.start(launch)
+    return PreparedCall(
+        [launch], {"query": query, "out": out, "lse": lse}, attention=launch, first=first, steps=steps
+    )
 
 
 class RaggedLayer(Layer):
@@ -161,7 +137,7 @@ class RaggedLayer(Layer):
         self.blocks: Any = None  # its `BlockAllocator`
         self.sequences: list[Any] = []
         self._step: Any = None  # the last step, while its index tensors are valid
-        self._calls: PreparedCalls[PreparedHeads] = PreparedCalls(1)  # cleared with each new pool
+        self._calls: PreparedCalls[PreparedCall] = PreparedCalls(1)  # cleared with each new pool
         self.changes = 0
         self.row_positions = RowPositions.contiguous(0, 0)  # not used: each sequence has its own
 
@@ -355,16 +331,16 @@ class RaggedLayer(Layer):
         step, form = self._tables(), None  # a call without a form is not prepared
         if step.in_order and scoring.sinks is None and not wants_weights:
             form = form_of((queries,), (scoring.softmax_scale, scoring.softcap))
-        prepared = self._calls.find(form)
-        if not prepared or not prepared.run(step, queries, out, lse, place):
+        prepared, refit = self._calls.find(form), Refit(step, step.kvstarts, step.pages, mask=place)
+        if not prepared or not prepared.run((queries, out, lse), refit):
             weights = attention.checked_weights(query.swapaxes(1, 2), NO_MASK, scoring)
             if weights.sinks is not None:  # [Hq] -> [B * Hkv, G]
                 own = weights.sinks.reshape(-1, group)[None].repeat(batch, 0).reshape(count, group)
                 weights = weights._replace(sinks=own, sink_sequences=count)
             if step.in_order:
                 results, context = (out, lse, key_weights), self.pool.contexts[0]
-                call = PreparedHeads(context, step, queries, results, weights._replace(mask=place))
-                self._calls.keep(form, call)
+                weights = weights._replace(mask=place)
+                self._calls.keep(form, prepare_heads(context, step, refit, queries, results, weights))
             elif wants_weights:
                 raise argument_error("return_key_weights", NOT_ROTATED, True)
             else:
