@@ -141,7 +141,7 @@ class PreparedCalls(dict[Any, Prepared], Generic[Prepared]):
 
 
 class Refit(NamedTuple):
-    """What changes between two runs of prepared attention, besides the addresses of its arrays."""
+    """Lists all that changes between runs of prepared attention, but for the addresses of its arrays."""
 
     version: object = None  # of the lengths; another one divides the work anew
     lengths: Any = None  # of each of the `growing` contexts; or an array, where all contexts begin
