@@ -266,7 +266,7 @@ class BaseLayer(MovableTokens):
     def attend(
         self,
         query: Array,
-        attention_mask: Array | None = None,
+        attn_mask: Array | None = None,
         *,
         softmax_scale: float | None = None,
         softcap: float = 0.0,
@@ -283,7 +283,7 @@ class BaseLayer(MovableTokens):
         ----------
         query : ndarray, shape [B, Hq, q, Dk]
             float32, float16 or bfloat16, any strides.
-        attention_mask : ndarray, optional
+        attn_mask : ndarray, optional
             bool [B, n], n as `get_seq_length` returns it: False for positions that no query attends to, such
             as padding. Or an array of shape [B, Hq, q, kv_length], where the first three may be 1: bool, or
             numbers that are added to the scores, float32 or of the dtype of ``query``. kv_length is what
@@ -443,7 +443,7 @@ class BaseCache(MovableTokens):
         """Append new tokens to layer ``layer_idx``."""
 
     def attend(
-        self, query: Array, layer_idx: int, attention_mask: Array | None = None, **options: Any
+        self, query: Array, layer_idx: int, attn_mask: Array | None = None, **options: Any
     ) -> Attended:
         """Attend to layer ``layer_idx``, see the ``attend`` of layers.
 
@@ -455,7 +455,7 @@ class BaseCache(MovableTokens):
             queries = query if isinstance(query, tuple) else (query,)  # a latent layer takes two parts
             attend = self._layer(layer_idx).attend
             try:
-                return attend(*queries, attention_mask=attention_mask, **options)
+                return attend(*queries, attn_mask=attn_mask, **options)
             except TypeError as error:
                 add_keyword_hint(error, attend, options)
                 raise

@@ -171,7 +171,7 @@ class Cache(BaseCache):
         weights: Sequence[Array] | None = None,
         renumber: bool = False,
         rope: Any = None,
-        attention_mask: Array | None = None,
+        attn_mask: Array | None = None,
         **options: Any,
     ) -> compression.Report:
         """Keep the tokens with the best scores in every layer, and free the memory of the other tokens.
@@ -206,7 +206,7 @@ class Cache(BaseCache):
             Whether the remaining tokens get the positions 0, 1, 2, ...; rotated keys need a `rope` for that.
         rope : Rope, "none" or list of them, optional
             As in `shift`.
-        attention_mask : ndarray of bool, shape [B, n], optional
+        attn_mask : ndarray of bool, shape [B, n], optional
             False for padding, with a column for each position up to `get_seq_length`, as `attend` takes it.
             Each row is scored without its padding, as if it were alone, and a function is called for such
             rows. Padding never stays, shares and counts are of the other tokens, and a row with no more
@@ -239,7 +239,7 @@ class Cache(BaseCache):
         request = self._compression(
             options, scorer=scorer, keep=keep, count=count, budget=budget, per_head=per_head,
             threshold=threshold, first=first, last=last, queries=queries, weights=weights, renumber=renumber,
-            rope=rope, attention_mask=attention_mask,
+            rope=rope, attn_mask=attn_mask,
         )  # fmt: skip
         if not compression.chooses_by_head(self.layers, request):
             return compression.compress(self.layers, self.rearrange, request)

@@ -78,7 +78,7 @@ class Compression:
     threshold: ArrayLike | None = None
     first: int = 0
     last: int = 0
-    attention_mask: Array | None = None  # bool [B, n]: False for padding, by position
+    attn_mask: Array | None = None  # bool [B, n]: False for padding, by position
 
 
 def split_options(scorer: Any, options: dict[str, Any], **arguments: Any) -> dict[str, Any]:
@@ -106,8 +106,8 @@ def plan_layers(layers: Sequence[Any], request: Compression) -> tuple[dict[int, 
     if flag("renumber", request.renumber) and skipped:
         wanted = "False beside layers that stay as they are"
         raise argument_error("renumber", wanted, f"True, and layers {sorted(skipped)}")
-    mask = checked_mask(request.attention_mask, [layers[i] for i in chosen])
-    request = replace(request, attention_mask=mask)
+    mask = checked_mask(request.attn_mask, [layers[i] for i in chosen])
+    request = replace(request, attn_mask=mask)
     score_function(layers, request)  # raises if an input is missing
     plans: dict[int, Any] = {}
     stored = {i: count_columns(layers[i], mask) for i in chosen}
@@ -142,8 +142,8 @@ def plan_sequences(
     stored = layers[0].stored_tokens
     if not stored:
         return None
-    mask = checked_mask(request.attention_mask, layers[:1])
-    request = replace(request, attention_mask=mask)
+    mask = checked_mask(request.attn_mask, layers[:1])
+    request = replace(request, attn_mask=mask)
     columns, count = count_columns(layers[0], mask), request.count
     if mask is not None and count is not None:
         count = min(integer("count", count, 1, stored), columns)
@@ -205,7 +205,7 @@ def rows_to_keep(sharing: Sequence[Any], layers: Sequence[Any], count: int, requ
 
     All heads and rows of the batch share them, by mean scores.
     """
-    real = real_tokens(sharing[0], request.attention_mask)[:, 0]  # [B, S]
+    real = real_tokens(sharing[0], request.attn_mask)[:, 0]  # [B, S]
     numbers = [i for i, layer in enumerate(layers) if any(layer is each for each in sharing)]
     counts = [count] * len(real)
     means = [column_means(scores_of(layers, i, counts, request), real) for i in numbers]
@@ -218,7 +218,7 @@ def scores_of(layers: Sequence[Any], number: int, counts: Sequence[int], request
 
     `counts` has how many tokens stay in each row of the batch; one number for all without a mask.
     """
-    layer, mask = layers[number], request.attention_mask
+    layer, mask = layers[number], request.attn_mask
     if mask is None:
         return layer_scores(score_function(layers, request), layer.stored_tokens, number, counts[0])
     real, states = real_tokens(layer, mask)[:, 0], stored_states(layer)
@@ -279,7 +279,7 @@ def layer_counts(stored: dict[int, int], num_layers: int, request: Compression) 
         raise argument_error("budget", BUDGETS, describe(counts))
     if request.keep is not None or request.count is not None:
         raise argument_error("budget", "a count for each layer, or else keep", "both")
-    if request.attention_mask is not None:  # counts of all columns; padding never stays
+    if request.attn_mask is not None:  # counts of all columns; padding never stays
         counts = np.array([min(count, stored.get(i, count)) for i, count in enumerate(counts)])
     return {i: kept_count(tokens, None, counts[i]) for i, tokens in stored.items()}
 

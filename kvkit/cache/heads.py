@@ -46,8 +46,8 @@ def compress_by_head(layers: Sequence[Any], request: Compression) -> tuple[list[
         if type(layers[i]) not in (DynamicLayer, RaggedLayer):
             wanted = "a DynamicLayer or RaggedLayer, to keep tokens head by head"
             raise argument_error("budget", wanted, f"layer {i}, a {type(layers[i]).__name__}")
-    mask = checked_mask(request.attention_mask, [layers[i] for i in chosen])
-    request = replace(request, attention_mask=mask)
+    mask = checked_mask(request.attn_mask, [layers[i] for i in chosen])
+    request = replace(request, attn_mask=mask)
     real = {i: heads_tokens(layers[i], mask) for i in chosen}
     of_rows = means_of_rows(real, len(layers), request)
     score_function(layers, request)  # raises if an input is missing
@@ -113,7 +113,7 @@ def scores_of_heads(layers: Sequence[Any], number: int, counts: Sequence[int], r
 
     Heads of a ragged layer are scored one by one. `counts` are as in `scores_of`.
     """
-    layer, mask = layers[number], request.attention_mask
+    layer, mask = layers[number], request.attn_mask
     if not isinstance(layer, RaggedLayer):
         return scores_of(layers, number, counts, request)
     states, heads, length = layer.heads_states(), layer.lengths.shape[1], layer.get_seq_length()
@@ -135,13 +135,13 @@ def scores_of_heads(layers: Sequence[Any], number: int, counts: Sequence[int], r
 
 def means_of_rows(real: dict[int, Array], num_layers: int, request: Compression) -> list[dict[int, int]]:
     """Return `mean_counts` for each row of the batch, as beside padding; without a mask for all together."""
-    if request.attention_mask is None:
+    if request.attn_mask is None:
         return [mean_counts({i: own.sum(-1) for i, own in real.items()}, num_layers, request)]
     return [
         mean_counts(
             {i: own[b : b + 1].sum(-1) for i, own in real.items()}, num_layers, request_of_row(request, b)
         )
-        for b in range(len(request.attention_mask))
+        for b in range(len(request.attn_mask))
     ]
 
 
@@ -156,7 +156,7 @@ def rows_of_batch(
 
     Beside padding, budgets are shares of the tokens of each row of the batch.
     """
-    if request.attention_mask is None:
+    if request.attn_mask is None:
         return rows_that_stay(scored, real, means[0], num_layers, request)
     rows: dict[int, list[Array]] = {i: [] for i in scored}
     for b, means_of_row in enumerate(means):
@@ -210,7 +210,7 @@ def counts_of_heads(
     if name is None and np.ndim(budget) > 1:
         counts = numbers_by_head("budget", budget, tokens, num_layers, "iu")
         for i, own in counts.items():
-            most = tokens[i] if request.attention_mask is None else scored[i].shape[2]  # padding never stays
+            most = tokens[i] if request.attn_mask is None else scored[i].shape[2]  # padding never stays
             refuse_first("budget", own, (own < 0) | (own > most), f"counts of 0 to {np.max(most)}")
         return {i: np.minimum(own, tokens[i]) for i, own in counts.items()}
     if name == "ada":

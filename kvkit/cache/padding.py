@@ -100,7 +100,7 @@ def request_for_row(
         options["positions"] = np.asarray(options["positions"])[columns]
     return replace(
         request, scorer=scorer, queries=queries, weights=weights, options=options,
-        rope=[request.rope[number]], attention_mask=None,
+        rope=[request.rope[number]], attn_mask=None,
     )  # fmt: skip
 
 

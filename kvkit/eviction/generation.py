@@ -51,7 +51,7 @@ class H2O:
         self._sums: Any = None  # of the weights of each stored token, float64 [B, Hkv, stored]
         self._next = 0  # the next token's position
 
-    def add(self, weights: Array, attention_mask: Array | None = None) -> Array:
+    def add(self, weights: Array, attn_mask: Array | None = None) -> Array:
         """Add the weights of new queries; return which tokens to drop.
 
         Parameters
@@ -59,7 +59,7 @@ class H2O:
         weights : ndarray, shape [B, Hq, stored] or [B, Hq, q, stored]
             The weights of each query, or their sums over queries. The stored tokens are those that the last
             call kept, in order, then the new ones.
-        attention_mask : ndarray of bool, shape [B, n], optional
+        attn_mask : ndarray of bool, shape [B, n], optional
             False for padding, with a column for each position so far. Padding is no heavy hitter while there
             are other tokens.
 
@@ -86,8 +86,8 @@ class H2O:
         rows = np.broadcast_to(np.arange(stored), positions.shape)  # those that stay
         if dropped:
             ranked = sums
-            if attention_mask is not None:
-                mask = checked_padding(attention_mask, (batch, self._next + len(new)), "all positions")
+            if attn_mask is not None:
+                mask = checked_padding(attn_mask, (batch, self._next + len(new)), "all positions")
                 ranked = np.where(mask[np.arange(batch)[:, None, None], positions], sums, -np.inf)
             heavy = best(ranked[..., : -self.recent], self.heavy)
             rows = np.concatenate((heavy, rows[..., -self.recent :]), -1)
@@ -107,15 +107,15 @@ class Decoding:
         self.interval, self.target = integer("interval", interval, 1), integer("target", target, 1)
         self.steps = 0
 
-    def __call__(self, cache: Any, queries: Any = None, attention_mask: Array | None = None) -> Any:
+    def __call__(self, cache: Any, queries: Any = None, attn_mask: Array | None = None) -> Any:
         """Count a step. Every `interval` steps compress the cache to `target` tokens; return the report.
 
-        `attention_mask` is that of ``cache.compress``: False for padding, by position.
+        `attn_mask` is that of ``cache.compress``: False for padding, by position.
         """
         self.steps += 1
         if self.steps % self.interval or max(layer.stored_tokens for layer in cache.layers) <= self.target:
             return None
-        arguments = {"count": self.target, "queries": queries, "attention_mask": attention_mask}
+        arguments = {"count": self.target, "queries": queries, "attn_mask": attn_mask}
         return cache.compress(self.scorer, **arguments | self.options)
 
 

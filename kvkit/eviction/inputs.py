@@ -75,12 +75,12 @@ def checked_inputs(
     values: Array | None = None,
     queries: Array | None = None,
     weights: Array | None = None,
-    attention_mask: Array | None = None,
+    attn_mask: Array | None = None,
 ) -> Inputs:
     """Check a layer's arrays, and widen them to float32. What padding holds does not matter."""
     checked_format("keys", keys, FLOATS, 4)
     batch, heads, tokens, dim = keys.shape
-    real = None if attention_mask is None else checked_padding(attention_mask, (batch, tokens))
+    real = None if attn_mask is None else checked_padding(attn_mask, (batch, tokens))
     keys = finite_floats("keys", keys, 4, real)
     if not keys.size:
         raise argument_error("keys", "at least one row, head, token and element", f"shape {keys.shape}")

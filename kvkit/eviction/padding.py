@@ -16,11 +16,11 @@ def checked_padding(mask: Array, shape: tuple[int, int], columns: str = "stored 
     """Check a padding mask, bool [B, S] with True for tokens; return it."""
     if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_ or mask.shape != shape:
         integers = isinstance(mask, np.ndarray) and mask.dtype.kind in "iu" and mask.shape == shape
-        remedy = ": attention_mask.astype(bool), if 0 is padding" if integers else ""
+        remedy = ": attn_mask.astype(bool), if 0 is padding" if integers else ""
         wanted = f"bool {list(shape)}, a padding mask of {columns}"
-        raise argument_error("attention_mask", wanted, describe(mask) + remedy)
+        raise argument_error("attn_mask", wanted, describe(mask) + remedy)
     if not mask.any():
-        raise argument_error("attention_mask", "a token that is not padding", "none")
+        raise argument_error("attn_mask", "a token that is not padding", "none")
     return mask
 
 

@@ -91,7 +91,7 @@ def scores(
     *,
     queries: Array | None = None,
     weights: Array | None = None,
-    attention_mask: Array | None = None,
+    attn_mask: Array | None = None,
     **options: Any,
 ) -> Array:
     """Score the tokens of a layer by a published rule: larger scores for tokens that should stay.
@@ -110,7 +110,7 @@ def scores(
     weights : ndarray, shape [B, Hq, W, S] or [B, Hq, S], optional
         Weights of attention of the last W queries, or their sums over queries, as attention returns with
         ``return_key_weights``.
-    attention_mask : ndarray of bool, shape [B, S], optional
+    attn_mask : ndarray of bool, shape [B, S], optional
         False for padding. Each row is scored as if it were alone, without its padding, which scores -inf. The
         tokens of a row with no more than the scorer always keeps score inf.
     **options
@@ -134,7 +134,7 @@ def scores(
     >>> eviction.scores("knorm", keys)
     array([[[-3., -1., -2.]]], dtype=float32)
     """
-    return scores_by(keys, scorer_of(name), values, queries, weights, attention_mask, options)
+    return scores_by(keys, scorer_of(name), values, queries, weights, attn_mask, options)
 
 
 @returns_input_kind
@@ -144,12 +144,12 @@ def scores_by(
     values: Any,
     queries: Any,
     weights: Any,
-    attention_mask: Any,
+    attn_mask: Any,
     options: Mapping[str, Any],
 ) -> Array:
     """Return the scores by a rule; they are of the kind of the first argument, an array or a tensor."""
     rule.check({"values": values, "queries": queries, "weights": weights}, options)
-    inputs = checked_inputs(keys, values, queries, weights, attention_mask)
+    inputs = checked_inputs(keys, values, queries, weights, attn_mask)
     scores = rule.score(inputs, **options) if inputs.real is None else scores_of_real(rule, inputs, options)
     return np.ascontiguousarray(scores, np.float32)
 

@@ -63,7 +63,7 @@ def select(
     threshold: ArrayLike | None = None,
     first: int = 0,
     last: int = 0,
-    attention_mask: Array | None = None,
+    attn_mask: Array | None = None,
 ) -> Array | Kept:
     """Select the rows with the best scores; among equal scores the earlier rows.
 
@@ -82,7 +82,7 @@ def select(
         Keep every token whose score is at least this, in place of a count; a number, [Hkv] or [B, Hkv].
     first, last : int
         How many of the first and of the last tokens stay whatever their scores.
-    attention_mask : ndarray of bool, shape [B, S], optional
+    attn_mask : ndarray of bool, shape [B, S], optional
         False for padding, which never stays. Shares and counts are of the other tokens of each row of the
         batch. A row whose tokens all score inf, as `scores` does for a row that is too short, stays whole.
 
@@ -105,9 +105,9 @@ def select(
     """
     scores = scores_array("scores", scores)
     first, last, tokens = integer("first", first, 0), integer("last", last, 0), scores.shape[2]
-    if attention_mask is not None:
+    if attn_mask is not None:
         limits = {"keep": keep, "count": count, "budget": budget, "threshold": threshold}
-        mask = checked_padding(attention_mask, (len(scores), tokens))
+        mask = checked_padding(attn_mask, (len(scores), tokens))
         return join_rows([select_row(scores, mask, b, first, last, limits) for b in range(len(scores))])
     scores = with_protected(scores, np.ones(scores.shape, bool), first, last)
     if threshold is not None:
@@ -240,36 +240,34 @@ def pyramid_budget(*, layers: int, tokens: int, keep: float, window: int = 64, b
     return np.array([round(high - i * step) for i in range(layers)], np.int64)
 
 
-def ada_budget(
-    *, scores: Array, keep: float, safe: float = 0.2, attention_mask: Array | None = None
-) -> Array:
+def ada_budget(*, scores: Array, keep: float, safe: float = 0.2, attn_mask: Array | None = None) -> Array:
     """Return the counts of the heads of one layer, int64 [B, Hkv] (arXiv 2407.11550)."""
     scores, safe = scores_array("scores", scores), finite_number("safe", safe)
     counts = [
         ada_counts(row, kept_count(row.shape[2], keep, None), safe)
-        for (row,) in rows_of_layers([scores], attention_mask)
+        for (row,) in rows_of_layers([scores], attn_mask)
     ]
     return np.concatenate(counts)
 
 
-def global_budget(*, scores: Sequence[Array], keep: float, attention_mask: Array | None = None) -> Array:
+def global_budget(*, scores: Sequence[Array], keep: float, attn_mask: Array | None = None) -> Array:
     """Return the counts of heads if all layers have one threshold, [L, B, Hkv] (arXiv 2505.23416)."""
     layers = [scores_array(f"scores[{i}]", each) for i, each in enumerate(scores)]
     if len({layer.shape[:2] for layer in layers}) != 1:
         shapes = [layer.shape[:2] for layer in layers]
         raise argument_error("scores", "layers of one batch size and one number of heads", shapes)
     counts = []
-    for row in rows_of_layers(layers, attention_mask):
+    for row in rows_of_layers(layers, attn_mask):
         total = sum(layer.shape[1] * kept_count(layer.shape[2], keep, None) for layer in row)
         counts.append(shared_counts(row, total, 0))
     return np.concatenate(counts, 1)
 
 
-def rows_of_layers(layers: Sequence[Array], attention_mask: Array | None) -> list[list[Array]]:
+def rows_of_layers(layers: Sequence[Array], attn_mask: Array | None) -> list[list[Array]]:
     """Return the scores of each row of the batch in all layers, [1, Hkv, tokens] each, without padding."""
     masks = [np.ones((len(layer), layer.shape[2]), bool) for layer in layers]
-    if attention_mask is not None:
-        masks = [checked_padding(attention_mask, mask.shape) for mask in masks]
+    if attn_mask is not None:
+        masks = [checked_padding(attn_mask, mask.shape) for mask in masks]
     return [
         [layer[b : b + 1, :, mask[b]] for layer, mask in zip(layers, masks, strict=True)]
         for b in range(len(layers[0]))
@@ -306,8 +304,8 @@ def budgets(kind: str, **options: Any) -> Array:
         and ``"global"`` among the heads of all layers, by scores; ``"duo"`` by a table of heads.
     **options
         ``uniform``: layers, tokens, keep. ``pyramid``: these, window (64) and beta (20). ``ada``: scores
-        [B, Hkv, S], keep, safe (0.2), attention_mask. ``global``: scores, one array for each layer, keep,
-        attention_mask. ``duo``: table, bool [L, Hkv], tokens, first (128), last (256). With a padding mask,
+        [B, Hkv, S], keep, safe (0.2), attn_mask. ``global``: scores, one array for each layer, keep,
+        attn_mask. ``duo``: table, bool [L, Hkv], tokens, first (128), last (256). With a padding mask,
         bool [B, S], shares are of the tokens of each row of the batch that are no padding.
 
         The last layer of a pyramid keeps `window` tokens or more. Where it cannot, all layers keep the same
@@ -332,9 +330,7 @@ def budgets(kind: str, **options: Any) -> Array:
         raise argument_error(f"budgets({kind!r})", "the options of this kind", found) from None
 
 
-def chunks(
-    scores: Array, length: int = 20, *, keep: float, attention_mask: Array | None = None
-) -> Array | Kept:
+def chunks(scores: Array, length: int = 20, *, keep: float, attn_mask: Array | None = None) -> Array | Kept:
     """Select whole chunks of neighbouring tokens, the same for all heads (arXiv 2502.00299).
 
     Parameters
@@ -344,7 +340,7 @@ def chunks(
         The number of tokens in a chunk; the last chunk may be shorter.
     keep : float
         The share of chunks that stay, at least one chunk: those with the best mean scores.
-    attention_mask : ndarray of bool, shape [B, S], optional
+    attn_mask : ndarray of bool, shape [B, S], optional
         False for padding, which never stays. The chunks of a row begin at its first token.
 
     Returns
@@ -363,8 +359,8 @@ def chunks(
     batch, heads, tokens = scores.shape
     kept_count(tokens, keep, None)
     mask = np.ones((batch, tokens), bool)
-    if attention_mask is not None:
-        mask = checked_padding(attention_mask, mask.shape)
+    if attn_mask is not None:
+        mask = checked_padding(attn_mask, mask.shape)
     means = scores.sum(1, dtype=np.float64)
     return join_rows([[rows_of_chunks(*row, length, keep)] * heads for row in zip(means, mask, strict=True)])
 

@@ -164,7 +164,7 @@ def of_attention(size):
     masks = [[True] * 5] * 2, np.ones((2, 5)), np.ones((2, 4), bool), np.ones((3, 5), bool)
     for mask in (*masks, np.ones((2, 2, 5), bool), np.ones((2, 6, 3, 5), bool), 1):
         yield "mask: expected", (query, 0, mask), {}
-    yield "attention_mask: expected dtype", (query, 0, np.ones((2, 6, 2, 5), np.float64)), {}
+    yield "attn_mask: expected dtype", (query, 0, np.ones((2, 6, 2, 5), np.float64)), {}
     for scale in (np.nan, True, np.ones(2), "1"):
         yield "softmax_scale: expected a finite number", (query, 0), {"softmax_scale": scale}
     yield "softcap: expected 0", (query, 0), {"softcap": -1.0}
@@ -280,9 +280,9 @@ def test_no_room_in_blocks_leaves_a_cache_as_it_was():
 def test_masks_of_other_names_and_integers():
     cache, states = DynamicCache(), np.ones((1, 1, 2, 4), np.float32)
     cache.update(states, states, 0)
-    with pytest.raises(TypeError, match=r"[Dd]id you mean '?attention_mask"):
-        cache.attend(states, 0, attn_mask=None)
+    with pytest.raises(TypeError, match=r"[Dd]id you mean '?attn_mask"):
+        cache.attend(states, 0, attention_mask=None)
     with pytest.raises(TypeError, match=r"[Dd]id you mean '?attn_mask"):
         kvkit.multi_head_attention(states, states, states, attention_mask=None)
     with pytest.raises(kvkit.KvkitError, match=r"got int64: mask.astype\(bool\), if 0 hides a key"):
-        cache.attend(states, 0, attention_mask=np.ones((1, 2), np.int64))
+        cache.attend(states, 0, attn_mask=np.ones((1, 2), np.int64))

@@ -75,7 +75,7 @@ def calls(length, batch, rng):
         ("reset", (), {}), ("compress", ("knorm",), {"keep": 0.5}), ("compress", ("knorm",), {"count": a}),
         ("compress", ("snapkv",), {"keep": 0.5}), ("compress", ("knorm",), {"keep": 0.8, "renumber": True}),
         ("compress", ("knorm",), {"keep": 0.8, "budget": "ada"}),
-        ("compress", ("keydiff",), {"keep": 0.8, "attention_mask": rng.random((batch, length)) < 0.9}),
+        ("compress", ("keydiff",), {"keep": 0.8, "attn_mask": rng.random((batch, length)) < 0.9}),
         ("compress", ("streaming",), {"keep": 0.5, "sinks": 9}), ("compress", ("no scorer",), {"keep": 0.5}),
     ]  # fmt: skip
 

@@ -49,7 +49,7 @@ def test_the_best_tokens_stay_and_attention_reads_them():
         mask = np.isin(np.arange(40), wanted)[None].repeat(2, 0)
         query = queries[i][:, :, -1:]
         np.testing.assert_allclose(
-            cache.attend(query, i), whole.attend(query, i, attention_mask=mask), rtol=1e-5, atol=1e-6
+            cache.attend(query, i), whole.attend(query, i, attn_mask=mask), rtol=1e-5, atol=1e-6
         )
     assert cache.get_seq_length() == 40
     cache.update(states(1), states(1), 0)

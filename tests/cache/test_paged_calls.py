@@ -101,7 +101,7 @@ def test_what_is_wrong_is_said_to_later_calls_too(rng):
         ({"window": (1, 1), "softcap": True}, "softcap: expected a finite number"),
         ({"window": (1, 1), "softcap": 1.0, "return_lse": 0.0}, "return_lse: expected an integer"),
         ({"window": (1, 1), "softcap": 1.0, "sinks": 1}, "sinks: expected a numpy array"),
-        ({"window": (1, 1), "softcap": 1.0, "attention_mask": 1}, "attention_mask: expected"),
+        ({"window": (1, 1), "softcap": 1.0, "attn_mask": 1}, "attn_mask: expected"),
     ]
     for options, message in wrong:
         assert refused(cache.attend, query, 1, **options).startswith(message)

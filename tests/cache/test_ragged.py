@@ -347,7 +347,7 @@ WRONG = {
     "uneven": (lambda cache: cache.retain([[[1], [1, 2]]]), "positions: expected integers [2, 3, 'm'], -1 a"),
     "absent": (lambda cache: cache.retain(np.full((2, 3, 1), 99)), "positions: expected positions that are"),
     "mask": (lambda cache: cache.attend(normal(1, 6), 0, np.ones((2, 1, 1, 90), bool)),
-             "attention_mask: expected bool [2, 90], a padding mask by position"),
+             "attn_mask: expected bool [2, 90], a padding mask by position"),
     "old queries": (lambda cache: cache.attend(normal(50, 6), 0), "query: expected one query, because some"),
     "query": (lambda cache: cache.attend(normal(1, 4), 0), "query: expected shape [2, a multiple"),
     "keys": (lambda cache: cache.update(normal(1, 4), normal(1, 4), 0), "key_states: expected keys"),

@@ -407,7 +407,7 @@ def test_columns_of_a_mask_are_rows_where_positions_have_holes(cache):
     by_row = layer.attend(tokens(1), visible[:, None, None, [0, 1, 2, 5, 6, 7]])
     assert layer.attend(tokens(1), visible).tobytes() == by_row.tobytes()
     for count in 7, 8:
-        with pytest.raises(KvkitError, match=r"attention_mask: expected bool \[1, 8\], or .*, 6\], got"):
+        with pytest.raises(KvkitError, match=r"attn_mask: expected bool \[1, 8\], or .*, 6\], got"):
             layer.attend(tokens(1), visible[:, None, None, :count])
 
 
@@ -429,7 +429,7 @@ def test_crop_update_and_masks_count_positions():
     assert cache.layers[1].positions.tolist() == [0]
     assert cache.layers[1].row_positions is None  # the fast path again
     cache.shift(0, None, 2)
-    with pytest.raises(KvkitError, match="attention_mask"):
+    with pytest.raises(KvkitError, match="attn_mask"):
         cache.attend(tokens(1), 1, np.ones((1, 2), bool))
 
 

@@ -73,7 +73,7 @@ def test_each_row_has_the_scores_that_it_has_alone(name, form):
         options = {"scores": -np.abs(KEYS[..., 0]), "output_weights": output, "keep": 0.5}
     many = inputs_of(name, QUERIES, KEYS)
     sides = [spoiled(side, mask) for side in (KEYS, VALUES)]
-    found = eviction.scores(name, *sides, **many, **options, attention_mask=mask)
+    found = eviction.scores(name, *sides, **many, **options, attn_mask=mask)
     for b in np.flatnonzero(mask.any(1)):
         keys, values, queries = alone(b, mask)
         own = options | (
@@ -89,7 +89,7 @@ def test_each_row_has_the_scores_that_it_has_alone(name, form):
 
 def test_pages_have_the_bounds_of_their_tokens():
     mask = MASKS["left"]
-    found = eviction.scores("quest", KEYS, queries=QUERIES, page=4, attention_mask=mask)
+    found = eviction.scores("quest", KEYS, queries=QUERIES, page=4, attn_mask=mask)
     products = QUERIES[:, :, -1:] @ np.repeat(KEYS, GROUP, 1).swapaxes(2, 3)
     products = np.where(mask[:, None], products[:, :, 0], -np.inf).reshape(B, -1, S // 4, 4).max(3)
     assert (found >= products - 1e-5).all()
@@ -106,8 +106,8 @@ def test_pages_have_the_bounds_of_their_tokens():
 )  # fmt: skip
 def test_each_row_selects_what_it_selects_alone(form, options):
     mask = MASKS[form]
-    scores = eviction.scores("knorm", KEYS, attention_mask=mask)
-    kept = eviction.select(scores, **options, attention_mask=mask)
+    scores = eviction.scores("knorm", KEYS, attn_mask=mask)
+    kept = eviction.select(scores, **options, attn_mask=mask)
     rows = (
         np.split(kept.rows, kept.starts[1:-1])
         if isinstance(kept, eviction.Kept)
@@ -131,12 +131,12 @@ def test_each_row_selects_what_it_selects_alone(form, options):
 
 def test_budgets_and_chunks_count_tokens():
     mask = MASKS["left"]
-    scores = eviction.scores("knorm", KEYS, attention_mask=mask)
-    counts = eviction.budgets("ada", scores=scores, keep=0.5, attention_mask=mask)
+    scores = eviction.scores("knorm", KEYS, attn_mask=mask)
+    counts = eviction.budgets("ada", scores=scores, keep=0.5, attn_mask=mask)
     assert counts.sum(1).tolist() == [40, 60, 26]
-    counts = eviction.budgets("global", scores=[scores, scores], keep=0.5, attention_mask=mask)
+    counts = eviction.budgets("global", scores=[scores, scores], keep=0.5, attn_mask=mask)
     assert counts.sum((0, 2)).tolist() == [80, 120, 52]
-    kept = eviction.chunks(scores, 10, keep=0.5, attention_mask=mask)
+    kept = eviction.chunks(scores, 10, keep=0.5, attn_mask=mask)
     assert np.diff(kept.starts).tolist() == [20, 20, 30, 30, 10, 10]
     assert kept.rows.min() >= 0
     assert (kept.rows[kept.starts[4] :] >= 33).all()
@@ -182,14 +182,14 @@ def test_all_rows_keep_the_columns_that_most_of_them_need(name):
     for kind in "dynamic", "paged":
         cache = cache_of(kind)
         target = getattr(cache, "rows", cache)
-        target.compress(**arguments_of(name, QUERIES), count=30, attention_mask=mask)
+        target.compress(**arguments_of(name, QUERIES), count=30, attn_mask=mask)
         positions = cache.layers[0].positions
         assert len(positions) == 30
         assert (positions >= 33).sum() == 27
         assert (positions >= 20).all()
     cache = cache_of("dynamic")
     mask = np.arange(S) >= np.full((B, 1), 40)
-    cache.compress(**arguments_of(name, QUERIES), keep=0.5, attention_mask=mask)
+    cache.compress(**arguments_of(name, QUERIES), keep=0.5, attn_mask=mask)
     assert len(cache.layers[0].positions) == 10  # half of 20 tokens
     assert (cache.layers[0].positions >= 40).all()
 
@@ -208,7 +208,7 @@ def test_heads_keep_what_they_keep_in_a_row_alone(name, budget, form):
     """Once, and again when heads have tokens of their own already."""
     mask, taken = MASKS[form], BUDGETS[budget]
     cache = cache_of("dynamic", spoiled(KEYS, mask), spoiled(VALUES, mask))
-    cache.compress(**arguments_of(name, QUERIES), **taken, attention_mask=mask)
+    cache.compress(**arguments_of(name, QUERIES), **taken, attn_mask=mask)
     rows = []
     for b in range(B):
         keys, values, queries = alone(b, mask)
@@ -226,7 +226,7 @@ def test_heads_keep_what_they_keep_in_a_row_alone(name, budget, form):
     last = QUERIES[:, :, -6:]
     for b, row in enumerate(rows):
         row.compress(**arguments_of(name, last[b : b + 1]), **again)
-    cache.compress(**arguments_of(name, last), **again, attention_mask=mask)
+    cache.compress(**arguments_of(name, last), **again, attn_mask=mask)
     check_rows(cache, rows, mask)
 
 
@@ -242,14 +242,14 @@ def check_rows(cache, rows, mask):
 def test_a_row_too_short_for_a_scorer_stays_whole():
     mask = np.arange(S) >= np.array([55, 0, 20])[:, None]
     cache = cache_of("dynamic")
-    cache.compress("snapkv", keep=0.5, per_head=True, window=8, queries=[QUERIES], attention_mask=mask)
+    cache.compress("snapkv", keep=0.5, per_head=True, window=8, queries=[QUERIES], attn_mask=mask)
     assert cache.layers[0].lengths.tolist() == [[5, 5], [30, 30], [20, 20]]
     cache = cache_of("dynamic")
-    cache.compress("snapkv", count=10, window=8, queries=[QUERIES], attention_mask=mask)
+    cache.compress("snapkv", count=10, window=8, queries=[QUERIES], attn_mask=mask)
     assert cache.layers[0].positions[-5:].tolist() == list(range(55, 60))
     with pytest.raises(TooFewTokensError, match="window"):
         cache.compress("snapkv", keep=0.5, window=8, queries=[QUERIES[:, :, -6:]],
-                       attention_mask=np.arange(S) >= np.full((B, 1), 55))  # fmt: skip
+                       attn_mask=np.arange(S) >= np.full((B, 1), 55))  # fmt: skip
 
 
 def test_functions_and_lists_of_scores_see_rows_without_padding():
@@ -260,10 +260,10 @@ def test_functions_and_lists_of_scores_see_rows_without_padding():
         return keys[..., 0]
 
     cache, other = cache_of("dynamic"), cache_of("dynamic")
-    cache.compress(function, keep=0.5, per_head=True, queries=[QUERIES], attention_mask=mask)
+    cache.compress(function, keep=0.5, per_head=True, queries=[QUERIES], attn_mask=mask)
     assert seen == [((1, 2, n, D), (1, 4, n, D)) for n in (40, 60, 27)]
     keys = ROPE.rotate(KEYS, 0)
-    other.compress([keys[..., 0]], keep=0.5, per_head=True, attention_mask=mask)
+    other.compress([keys[..., 0]], keep=0.5, per_head=True, attn_mask=mask)
     np.testing.assert_array_equal(cache.layers[0].positions, other.layers[0].positions)
 
 
@@ -271,7 +271,7 @@ def test_moved_tokens_and_masks_by_position():
     """A mask has a column for each position, also for those that have no token any more."""
     cache = cache_of("dynamic")
     cache.remove(30, 34)
-    cache.compress("knorm", count=20, attention_mask=MASKS["left"])
+    cache.compress("knorm", count=20, attn_mask=MASKS["left"])
     positions = cache.layers[0].positions
     assert len(positions) == 20
     assert (positions >= 34).all()
@@ -281,20 +281,20 @@ def test_moved_tokens_and_masks_by_position():
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (LEFT[:, 1:], r"attention_mask: expected bool \[3, 60\], a padding mask of all positions"),
-        (LEFT.astype(int), r"attention_mask: expected bool.*attention_mask.astype\(bool\)"),
-        (np.zeros_like(LEFT), "attention_mask: expected a token that is not padding"),
-        ([[True]], "attention_mask: expected bool"),
+        (LEFT[:, 1:], r"attn_mask: expected bool \[3, 60\], a padding mask of all positions"),
+        (LEFT.astype(int), r"attn_mask: expected bool.*attn_mask.astype\(bool\)"),
+        (np.zeros_like(LEFT), "attn_mask: expected a token that is not padding"),
+        ([[True]], "attn_mask: expected bool"),
     ],
 )
 def test_wrong_masks_change_nothing(mask, message):
     for kind in "dynamic", "paged":
         cache = cache_of(kind)
         with pytest.raises(KvkitError, match=message):
-            getattr(cache, "rows", cache).compress("knorm", keep=0.5, attention_mask=mask)
+            getattr(cache, "rows", cache).compress("knorm", keep=0.5, attn_mask=mask)
         assert cache.layers[0].stored_tokens == S
     with pytest.raises(KvkitError, match=message.replace("all positions", "stored tokens")):
-        eviction.scores("knorm", KEYS, attention_mask=mask)
+        eviction.scores("knorm", KEYS, attn_mask=mask)
 
 
 def test_each_layer_has_the_rope_of_its_own():

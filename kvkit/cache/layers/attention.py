@@ -43,7 +43,7 @@ class LayerAttention:
         self,
         layer: Any,
         query: Array,
-        attention_mask: Array | None,
+        attn_mask: Array | None,
         scoring: Scoring,
         return_lse: bool,
         wants_weights: bool = False,
@@ -53,15 +53,15 @@ class LayerAttention:
         if layer.row_positions is not None and layer.row_positions.shifted:
             if wants_weights:
                 raise argument_error("return_key_weights", NOT_ROTATED, True)
-            return self._attend_pieces(layer, query, attention_mask, scoring, return_lse)
+            return self._attend_pieces(layer, query, attn_mask, scoring, return_lse)
         query = layer.store.query(query)
         batch, new, query_heads, _ = query.shape
         out = np.empty((batch, new, query_heads, layer.store.geometry.value_dim), query.dtype)
         wants_lse = flag("return_lse", return_lse)
         lse = np.empty((batch, new, query_heads), np.float32) if wants_lse else None
         place = NO_MASK
-        if attention_mask is not None:
-            mask = checked_mask(layer, fmt, attention_mask, (batch, query_heads, new))
+        if attn_mask is not None:
+            mask = checked_mask(layer, fmt, attn_mask, (batch, query_heads, new))
             place = masks.static_mask(fmt, mask, batch, query_heads, new, mask.shape[3])
         arrays = {"query": query, "out": out, "lse": lse}
         rows, form = layer.span.rows_from(layer.span.begin), None  # a call without a form is not prepared
@@ -82,7 +82,7 @@ class LayerAttention:
         return results[0] if len(results) == 1 else tuple(results)
 
     def _attend_pieces(
-        self, layer: Any, query: Array, attention_mask: Array | None, scoring: Scoring, return_lse: bool
+        self, layer: Any, query: Array, attn_mask: Array | None, scoring: Scoring, return_lse: bool
     ) -> Attended:
         """Attend to rows of several rope shifts: to each piece with rotated queries, then merge by lse.
 
@@ -92,9 +92,9 @@ class LayerAttention:
         """
         wants_lse, (batch, new, heads, _) = flag("return_lse", return_lse), query.shape
         mask = None
-        if attention_mask is not None:
+        if attn_mask is not None:
             fmt = checked_format("query", query, FLOATS, 4)
-            mask = checked_mask(layer, fmt, attention_mask, (batch, heads, new))
+            mask = checked_mask(layer, fmt, attn_mask, (batch, heads, new))
             mask = mask if mask.dtype == np.bool_ else mask.astype(np.float32)
         wide = query.astype(np.float32, copy=False)  # [B, q, Hq, D]
         pieces = layer.pieces(layer.span.begin)
@@ -220,7 +220,7 @@ def checked_query(layer: Any, query: Array) -> tuple[Element, Array]:
 
 def checked_mask(layer: Any, fmt: Element, mask: Array, sizes: tuple[int, int, int]) -> Array:
     """Check a mask for queries of `fmt`; return it with 4 axes and a column for each row of the view."""
-    masks.check_mask_type(fmt, mask, "attention_mask")
+    masks.check_mask_type(fmt, mask, "attn_mask")
     span, length, (batch, _, _) = layer.span, layer.get_seq_length(), sizes
     count = span.length - span.begin
     kv_length, kv_offset = layer.get_mask_sizes(0)
@@ -232,7 +232,7 @@ def checked_mask(layer: Any, fmt: Element, mask: Array, sizes: tuple[int, int, i
         mask = mask_of_stored(layer, mask, batch)
     if mask.dtype != np.bool_ or mask.shape not in {(batch, span.length), (batch, max(end, span.length))}:
         wanted = f"bool [{batch}, {length}], a padding mask, or 4 axes"
-        raise argument_error("attention_mask", wanted, describe(mask))
+        raise argument_error("attn_mask", wanted, describe(mask))
     return mask[:, None, None, span.begin : span.begin + count]  # a padding mask counts positions from 0
 
 
@@ -242,14 +242,14 @@ def check_mask_axes(mask: Array, sizes: tuple[int, int, int], length: int, count
     if not fits or any(have not in (1, size) for have, size in zip(mask.shape, sizes, strict=False)):
         axes = ", ".join("1" if size == 1 else f"{size} or 1" for size in sizes)
         wanted = f"bool [{sizes[0]}, {length}], or [{axes}, {counts[0]}]"
-        raise argument_error("attention_mask", wanted, f"shape {mask.shape}")
+        raise argument_error("attn_mask", wanted, f"shape {mask.shape}")
 
 
 def mask_of_stored(layer: Any, mask: Array, batch: int) -> Array:
     """Return a padding mask of the stored tokens, from one with a column for each position."""
     length = layer.get_seq_length()
     if mask.dtype != np.bool_ or mask.shape != (batch, length):
-        raise argument_error("attention_mask", f"bool [{batch}, {length}], a padding mask", describe(mask))
+        raise argument_error("attn_mask", f"bool [{batch}, {length}], a padding mask", describe(mask))
     return mask[:, layer.positions]
 
 

@@ -134,7 +134,7 @@ class LatentLayer(DynamicLayer):
         self,
         q_latent: Array,
         q_pe: Array | None = None,
-        attention_mask: Array | None = None,
+        attn_mask: Array | None = None,
         *,
         scale: float,
         sinks: Array | None = None,
@@ -148,7 +148,7 @@ class LatentLayer(DynamicLayer):
             ``q_nope @ w_uk`` of each head, as `kvkit.mla_absorb` returns it; without `q_pe` both parts.
         q_pe : ndarray, shape [B, H, q, rope_dim]
             The rotated part of queries.
-        attention_mask, sinks, return_lse
+        attn_mask, sinks, return_lse
             As in other layers.
         scale : float
             Factor of the scores, 1 / sqrt(size of an expanded head): 192 ** -0.5 for DeepSeek's 128 + 64.
@@ -162,7 +162,7 @@ class LatentLayer(DynamicLayer):
         """
         with self._lock:
             query, scale = joined_query(q_latent, q_pe, self.rope_dim), positive_number("scale", scale)
-            return self._attend_to_rows(query, attention_mask, scale, sinks, return_lse)
+            return self._attend_to_rows(query, attn_mask, scale, sinks, return_lse)
 
     def _attend_to_rows(
         self, query: Array, mask: Array | None, scale: float, sinks: Array | None, return_lse: bool
@@ -353,7 +353,7 @@ class IndexedLayer(LatentLayer):
         self,
         q_latent: Array,
         q_pe: Array | None = None,
-        attention_mask: Array | None = None,
+        attn_mask: Array | None = None,
         *,
         scale: float,
         indices: ArrayLike | None = None,
@@ -365,15 +365,13 @@ class IndexedLayer(LatentLayer):
         Numbers below 0 are ignored. With `indices` a mask is refused: leave out the rows that it would hide.
         """
         if indices is None:
-            return super().attend(
-                q_latent, q_pe, attention_mask, scale=scale, sinks=sinks, return_lse=return_lse
-            )
+            return super().attend(q_latent, q_pe, attn_mask, scale=scale, sinks=sinks, return_lse=return_lse)
         with self._lock:
             query = joined_query(q_latent, q_pe, self.rope_dim)
             if self.store is None:
                 raise argument_error("indices", "rows of stored tokens (call update before attend)", "none")
-            if attention_mask is not None:
-                raise argument_error("attention_mask", "None beside indices", describe(attention_mask))
+            if attn_mask is not None:
+                raise argument_error("attn_mask", "None beside indices", describe(attn_mask))
             batch, heads, new, _ = query.shape
             keys = self.store.rows(*self.span.rows_from(self.span.oldest))[0][:, 0]  # [B, S, dim]
             chosen, length = index("indices", indices, 3, batch), keys.shape[1]

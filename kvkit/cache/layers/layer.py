@@ -294,7 +294,7 @@ class Layer(BaseLayer):
     def attend(  # type: ignore[override]  # names the options of the base class
         self,
         query: Array,
-        attention_mask: Array | None = None,
+        attn_mask: Array | None = None,
         *,
         softmax_scale: float | None = None,
         softcap: float = 0.0,
@@ -305,7 +305,7 @@ class Layer(BaseLayer):
         scoring = Scoring(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks)
         with self._lock:
             wants_weights = flag("return_key_weights", return_key_weights)
-            return self._attend(query, attention_mask, scoring, return_lse, wants_weights)
+            return self._attend(query, attn_mask, scoring, return_lse, wants_weights)
 
     def _attend(
         self, query: Array, mask: Array | None, scoring: Scoring, return_lse: bool, wants_weights: bool

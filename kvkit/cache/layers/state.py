@@ -219,7 +219,7 @@ class StateLayer(Layer):
         raise argument_error(self.name, "a layer with keys and values", "a recurrent state")
 
     def attend(  # type: ignore[override]  # raises: there is nothing to attend to
-        self, query: Array, attention_mask: Array | None = None, **options: Any
+        self, query: Array, attn_mask: Array | None = None, **options: Any
     ) -> Attended:
         return self.stored()
 

@@ -368,7 +368,7 @@ class PagedCache(BaseCache):
         weights: List[Array] | None = None,
         renumber: bool = False,
         rope: Any = None,
-        attention_mask: Array | None = None,
+        attn_mask: Array | None = None,
         **options: Any,
     ) -> compression.Report:
         """Keep a sequence's tokens with the best scores in all layers, and release blocks without any.
@@ -384,7 +384,7 @@ class PagedCache(BaseCache):
             As in `Cache.compress`. For a sequence, its arrays have a batch of one row.
         budget : str
             Only ``"uniform"``.
-        keep, count, queries, weights, renumber, rope, attention_mask, **options
+        keep, count, queries, weights, renumber, rope, attn_mask, **options
             As in `Cache.compress`.
 
         Returns
@@ -414,7 +414,7 @@ class PagedCache(BaseCache):
         """
         request = self._compression(
             options, scorer=scorer, keep=keep, count=count, budget=budget, queries=queries, weights=weights,
-            renumber=renumber, rope=rope, attention_mask=attention_mask,
+            renumber=renumber, rope=rope, attn_mask=attn_mask,
         )  # fmt: skip
         sequences, plan = self._planned_of(seq, rope)
         rearrange = self.rows.rearrange if seq is self.rows else self.rearrange

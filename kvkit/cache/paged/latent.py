@@ -43,7 +43,7 @@ class PagedLatentLayer(PagedLayer):
         self,
         q_latent: Array,
         q_pe: Array | None = None,
-        attention_mask: Array | None = None,
+        attn_mask: Array | None = None,
         *,
         scale: float,
         sinks: Array | None = None,
@@ -51,6 +51,6 @@ class PagedLatentLayer(PagedLayer):
     ) -> Attended:
         """Attend with absorbed queries of the last tokens, see `LatentLayer.attend`."""
         return super().attend(
-            joined_query(q_latent, q_pe, self.rope_dim), attention_mask,
+            joined_query(q_latent, q_pe, self.rope_dim), attn_mask,
             softmax_scale=positive_number("scale", scale), sinks=sinks, return_lse=return_lse,
         )  # fmt: skip

@@ -241,7 +241,7 @@ class PagedLayer(BaseLayer):
     def attend(  # type: ignore[override]  # has two more options
         self,
         query: Array,
-        attention_mask: Array | None = None,
+        attn_mask: Array | None = None,
         *,
         is_causal: bool = True,
         window: tuple[int, int] = (-1, -1),
@@ -256,14 +256,14 @@ class PagedLayer(BaseLayer):
         if not self.rows.sequences:
             raise argument_error("layer", "stored tokens (call update before attend)", "none")
         options = is_causal, window, softmax_scale, softcap, sinks, return_lse, return_key_weights
-        form = form_of((query,), (self.get_seq_length(), attention_mask, *options))
+        form = form_of((query,), (self.get_seq_length(), attn_mask, *options))
         prepared = step and step.calls.find(form)
         if prepared:
             query = one_piece(query.swapaxes(1, 2))
             return heads_first(step.attend_again(prepared, query, self._layer_idx))
         batch, heads, tokens = self._check_query(query, is_causal)
         length = self.stored_tokens
-        mask = None if attention_mask is None else self._checked_mask(attention_mask, (batch, heads, tokens))
+        mask = None if attn_mask is None else self._checked_mask(attn_mask, (batch, heads, tokens))
         place = masks.static_mask(store.format, mask, batch, heads, tokens, length)
         query = one_piece(query.swapaxes(1, 2))  # [B, q, Hq, D]
         scoring = Scoring(
@@ -309,7 +309,7 @@ class PagedLayer(BaseLayer):
 
     def _checked_mask(self, mask: Array, sizes: tuple[int, int, int]) -> Array:
         """Check a mask for queries of `sizes` (B, Hq, q); return it with 4 axes."""
-        masks.check_mask_type(self.store.format, mask, "attention_mask")
+        masks.check_mask_type(self.store.format, mask, "attn_mask")
         if mask.ndim == 2 and mask.dtype == np.bool_:
             mask = mask if self.row_positions is None else mask_of_stored(self, mask, sizes[0])
             mask = mask[:, None, None]

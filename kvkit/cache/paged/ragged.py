@@ -388,7 +388,7 @@ class RaggedLayer(Layer):
         legal, heads = (self.batch_size, self.get_seq_length()), self.lengths.shape[1]
         if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_ or mask.shape != legal:
             wanted = f"bool {list(legal)}, a padding mask by position, because heads keep different tokens"
-            raise argument_error("attention_mask", wanted, describe(mask))
+            raise argument_error("attn_mask", wanted, describe(mask))
         rows = np.repeat(np.arange(len(mask)), heads)[:, None]
         return mask[rows, self.positions.reshape(len(rows), -1)][:, None, None]
 

@@ -77,7 +77,7 @@ class Eviction:
                 return self.decoding(cache, inputs, padding)
             self.done, self._inputs = True, {}
             arrays = {"weights" if self.wants_weights else "queries": inputs} if inputs else {}
-            return cache.compress(**arrays | {"attention_mask": padding} | self.arguments)
+            return cache.compress(**arrays | {"attn_mask": padding} | self.arguments)
         return None
 
     def _input(self, layer_idx: int, layer: Any) -> Any:
