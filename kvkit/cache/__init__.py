@@ -4,7 +4,7 @@ from kvkit.cache.blocks.allocator import BlockAllocator, OutOfBlocksError
 from kvkit.cache.blocks.sequence import Sequence
 from kvkit.cache.blocks.step import Step
 from kvkit.cache.caches import Cache
-from kvkit.cache.compression import Report
+from kvkit.cache.compression import CompressionReport
 from kvkit.cache.constructors import DynamicCache, QuantizedCache, StaticCache
 from kvkit.cache.from_configuration import from_config
 from kvkit.cache.layers.dynamic import DynamicLayer, StaticLayer
@@ -25,10 +25,10 @@ from kvkit.cache.stores.view import KVView
 from kvkit.errors import CapacityError
 
 __all__ = [
-    "BlockAllocator", "Cache", "CapacityError", "DynamicCache", "DynamicLayer", "GatedDeltaLayer",
-    "IndexedLayer", "KVView", "LatentLayer", "OutOfBlocksError", "PagedCache", "PagedLayer", "PagedStep",
-    "QuantSpec", "QuantizedCache", "QuantizedLayer", "RaggedLayer", "Report", "Sequence", "SharedLayer",
-    "SlidingWindowLayer", "StateLayer", "StatePool", "StaticCache", "StaticLayer",
-    "StaticSlidingWindowLayer", "Step", "from_config", "load",
+    "BlockAllocator", "Cache", "CapacityError", "CompressionReport", "DynamicCache", "DynamicLayer",
+    "GatedDeltaLayer", "IndexedLayer", "KVView", "LatentLayer", "OutOfBlocksError", "PagedCache",
+    "PagedLayer", "PagedStep", "QuantSpec", "QuantizedCache", "QuantizedLayer", "RaggedLayer",
+    "Sequence", "SharedLayer", "SlidingWindowLayer", "StateLayer", "StatePool", "StaticCache",
+    "StaticLayer", "StaticSlidingWindowLayer", "Step", "from_config", "load",
 ]  # fmt: skip
 __dir__ = __all__.copy  # modules are not listed

@@ -173,7 +173,7 @@ class Cache(BaseCache):
         rope: Any = None,
         attn_mask: Array | None = None,
         **options: Any,
-    ) -> compression.Report:
+    ) -> compression.CompressionReport:
         """Keep the tokens with the best scores in every layer, and free the memory of the other tokens.
 
         In a layer, all heads and all rows of the batch keep the same tokens, by their mean scores.
@@ -217,7 +217,7 @@ class Cache(BaseCache):
 
         Returns
         -------
-        Report
+        CompressionReport
             The stored `tokens` of each layer, ``bytes_before`` and ``bytes_after``, and the layers `skipped`.
 
         Raises
@@ -232,7 +232,7 @@ class Cache(BaseCache):
         >>> cache, states = DynamicCache(), np.ones((1, 2, 8, 4), np.float32)
         >>> keys, values = cache.update(states, states, 0)
         >>> cache.compress("streaming", keep=0.5, sinks=1)
-        Report(tokens_before=[8], tokens=[4], bytes_before=512, bytes_after=256, skipped={})
+        CompressionReport(tokens_before=[8], tokens=[4], bytes_before=512, bytes_after=256, skipped={})
         >>> cache.layers[0].positions, cache.get_seq_length()
         (array([0, 5, 6, 7]), 8)
         """

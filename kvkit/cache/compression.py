@@ -32,7 +32,7 @@ ScoreOf = Callable[[int, int], Array]  # (layer, number of tokens to keep) -> sc
 
 
 @dataclass(frozen=True)
-class Report:
+class CompressionReport:
     """Reports what `Cache.compress` has changed.
 
     Attributes
@@ -51,7 +51,7 @@ class Report:
     >>> cache, states = DynamicCache(), np.ones((1, 1, 8, 4), np.float32)
     >>> keys, values = cache.update(states, states, 0)
     >>> cache.compress("knorm", keep=0.5)
-    Report(tokens_before=[8], tokens=[4], bytes_before=256, bytes_after=128, skipped={})
+    CompressionReport(tokens_before=[8], tokens=[4], bytes_before=256, bytes_after=128, skipped={})
     """
 
     tokens_before: list[Any]
@@ -119,7 +119,9 @@ def plan_layers(layers: Sequence[Any], request: Compression) -> tuple[dict[int, 
     return plans, skipped
 
 
-def compress(layers: Sequence[Any], rearrange: Callable[[list[Any]], None], request: Compression) -> Report:
+def compress(
+    layers: Sequence[Any], rearrange: Callable[[list[Any]], None], request: Compression
+) -> CompressionReport:
     """Compress layers. All are scored and planned before `rearrange` changes any."""
     plans, skipped = plan_layers(layers, request)
     tokens, before = [layer.stored_tokens for layer in layers], sum(layer.nbytes for layer in layers)
@@ -127,7 +129,7 @@ def compress(layers: Sequence[Any], rearrange: Callable[[list[Any]], None], requ
     for i in plans:
         layers[i].trim()
     after = [layer.stored_tokens for layer in layers]
-    return Report(tokens, after, before, sum(layer.nbytes for layer in layers), skipped)
+    return CompressionReport(tokens, after, before, sum(layer.nbytes for layer in layers), skipped)
 
 
 def plan_sequences(
@@ -158,14 +160,16 @@ def compress_sequences(
     plan: Callable[..., Any],
     rearrange: Callable[[Any], None],
     request: Compression,
-) -> Report:
+) -> CompressionReport:
     """Compress sequences of a paged cache that have equal positions, by the mean scores of all layers."""
     planned, layers = plan_sequences(cache, sequences, plan, request), cache.store.num_layers
     before, stored = cache.nbytes, sequences[0].length if sequences else 0
     if planned is None:
-        return Report([0] * layers, [0] * layers, before, before, dict.fromkeys(range(layers), EMPTY))
+        return CompressionReport(
+            [0] * layers, [0] * layers, before, before, dict.fromkeys(range(layers), EMPTY)
+        )
     rearrange(planned)
-    return Report([stored] * layers, [sequences[0].length] * layers, before, cache.nbytes, {})
+    return CompressionReport([stored] * layers, [sequences[0].length] * layers, before, cache.nbytes, {})
 
 
 class SequencesLayer:

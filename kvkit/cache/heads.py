@@ -15,7 +15,7 @@ import numpy as np
 from kvkit.cache.compression import (
     BUDGETS,
     Compression,
-    Report,
+    CompressionReport,
     layer_counts,
     reason_to_skip,
     score_function,
@@ -36,7 +36,7 @@ from kvkit.typed import Array
 SAME_SHAPES = "layers with the same batch and number of heads, for 'global'"
 
 
-def compress_by_head(layers: Sequence[Any], request: Compression) -> tuple[list[Any], Report]:
+def compress_by_head(layers: Sequence[Any], request: Compression) -> tuple[list[Any], CompressionReport]:
     """Compress layers head by head; return (layers, report). A `RaggedLayer` replaces each changed layer."""
     skipped = {i: reason for i, layer in enumerate(layers) if (reason := reason_to_skip(layer))}
     chosen = [i for i in range(len(layers)) if i not in skipped]
@@ -61,7 +61,7 @@ def compress_by_head(layers: Sequence[Any], request: Compression) -> tuple[list[
     new = [changed.get(i, layer) for i, layer in enumerate(layers)]
     before, after = (sum(layer.nbytes for layer in some) for some in (layers, new))
     tokens_before, tokens_after = ([count_tokens(layer) for layer in some] for some in (layers, new))
-    return new, Report(tokens_before, tokens_after, before, after, skipped)
+    return new, CompressionReport(tokens_before, tokens_after, before, after, skipped)
 
 
 def count_tokens(layer: Any) -> Any:

@@ -370,7 +370,7 @@ class PagedCache(BaseCache):
         rope: Any = None,
         attn_mask: Array | None = None,
         **options: Any,
-    ) -> compression.Report:
+    ) -> compression.CompressionReport:
         """Keep a sequence's tokens with the best scores in all layers, and release blocks without any.
 
         A block holds its tokens in all layers and heads, so all keep the same tokens, by their mean scores.
@@ -389,7 +389,7 @@ class PagedCache(BaseCache):
 
         Returns
         -------
-        Report
+        CompressionReport
             Its bytes count all blocks that sequences use.
 
         Raises
@@ -408,7 +408,7 @@ class PagedCache(BaseCache):
         >>> with cache.begin_step([(seq, 16)]) as step:
         ...     step.update(tokens, tokens, layer_idx=0)
         >>> cache.compress(seq, "streaming", keep=0.5, sinks=4)
-        Report(tokens_before=[16], tokens=[8], bytes_before=512, bytes_after=256, skipped={})
+        CompressionReport(tokens_before=[16], tokens=[8], bytes_before=512, bytes_after=256, skipped={})
         >>> seq.positions, seq.next_position
         (array([ 0,  1,  2,  3, 12, 13, 14, 15]), 16)
         """

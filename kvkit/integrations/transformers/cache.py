@@ -81,7 +81,7 @@ class KvkitCache(Cache):
     cache : kvkit.cache.Cache or kvkit.cache.PagedCache
         The wrapped cache, with `save`, `reserve` and `close`. With kind "paged" it is an empty dynamic cache
         until the first keys show their size and dtype.
-    report : kvkit.cache.Report
+    report : kvkit.cache.CompressionReport
         The report of the latest eviction; None if there was none.
 
     Examples
