@@ -49,7 +49,7 @@ KINDS = {
     ),
     "sliding": Kind(
         f"float16, a window of {WINDOW} tokens",
-        lambda model, tokens, folder: DynamicCache(sliding_window=WINDOW),
+        lambda model, tokens, folder: DynamicCache(window=WINDOW),
     ),
     "offloaded": Kind("float16, in files", lambda model, tokens, folder: DynamicCache(offload=folder)),
 }

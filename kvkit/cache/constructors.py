@@ -23,7 +23,7 @@ STATES = "linear_attention", "conv"  # the layer types of recurrent states
 def layer_makers(
     num_layers: int | None,
     layer_types: Sequence[str] | None,
-    sliding_window: int | None,
+    window: int | None,
     full: Callable[[], Layer],
     sliding: Callable[[], Layer],
 ) -> tuple[Callable[[], Layer] | None, list[Callable[[], Layer]]]:
@@ -32,12 +32,12 @@ def layer_makers(
     Without `layer_types` all layers are sliding if there is a window, otherwise full. A sliding layer
     without a window is an error.
     """
-    if sliding_window is not None:
-        integer("sliding_window", sliding_window, 1)
+    if window is not None:
+        integer("window", window, 1)
     if num_layers is not None:
         num_layers = integer("num_layers", num_layers, 0)
     if layer_types is None:
-        kind = full if sliding_window is None else sliding
+        kind = full if window is None else sliding
         return kind, [kind] * (num_layers or 0)
     if isinstance(layer_types, str) or not isinstance(layer_types, Iterable):
         raise argument_error("layer_types", "the type of each layer", describe(layer_types))
@@ -48,8 +48,8 @@ def layer_makers(
             raise argument_error(f"layer_types[{i}]", " or ".join(makers), describe(name))
     if num_layers not in (None, len(layer_types)):
         raise argument_error("layer_types", f"{num_layers} types (num_layers)", len(layer_types))
-    if sliding_window is None and "sliding_attention" in layer_types:
-        raise argument_error("sliding_window", "a window for the sliding layers", "None")
+    if window is None and "sliding_attention" in layer_types:
+        raise argument_error("window", "a window for the sliding layers", "None")
     return None, [makers[name] for name in layer_types]
 
 
@@ -63,7 +63,7 @@ class DynamicCache(Cache):
     layer_types : sequence of str, optional
         The type of each layer: "full_attention", "sliding_attention", or "linear_attention" or "conv" for a
         `StateLayer`.
-    sliding_window : int, optional
+    window : int, optional
         Window W of the sliding layers; without ``layer_types`` all layers are sliding.
     offload : path, optional
         A folder to keep the layers in, see `offload`.
@@ -84,13 +84,13 @@ class DynamicCache(Cache):
         self,
         num_layers: int | None = None,
         layer_types: Sequence[str] | None = None,
-        sliding_window: int | None = None,
+        window: int | None = None,
         *,
         offload: FilePath | None = None,
         rope: Any = None,
     ) -> None:
-        sliding = functools.partial(SlidingWindowLayer, sliding_window)  # type: ignore[arg-type]  # or refused
-        kind, layers = layer_makers(num_layers, layer_types, sliding_window, DynamicLayer, sliding)
+        sliding = functools.partial(SlidingWindowLayer, window)  # type: ignore[arg-type]  # or refused
+        kind, layers = layer_makers(num_layers, layer_types, window, DynamicLayer, sliding)
         self._make_layer = kind if num_layers is None else None
         super().__init__((make() for make in layers), offload=offload, rope=rope)
 
@@ -115,7 +115,7 @@ class StaticCache(Cache):
     max_cache_len : int
         The most tokens it can hold.
     num_layers : int
-    layer_types, sliding_window, offload, rope
+    layer_types, window, offload, rope
         As in `DynamicCache`.
 
     Examples
@@ -135,16 +135,14 @@ class StaticCache(Cache):
         max_cache_len: int,
         num_layers: int,
         layer_types: Sequence[str] | None = None,
-        sliding_window: int | None = None,
+        window: int | None = None,
         *,
         offload: FilePath | None = None,
         rope: Any = None,
     ) -> None:
         full = functools.partial(StaticLayer, max_cache_len)
-        sliding = functools.partial(StaticSlidingWindowLayer, max_cache_len, sliding_window)  # type: ignore[arg-type]
-        _, layers = layer_makers(
-            integer("num_layers", num_layers, 0), layer_types, sliding_window, full, sliding
-        )
+        sliding = functools.partial(StaticSlidingWindowLayer, max_cache_len, window)  # type: ignore[arg-type]
+        _, layers = layer_makers(integer("num_layers", num_layers, 0), layer_types, window, full, sliding)
         super().__init__((make() for make in layers), offload=offload, rope=rope)
 
 
@@ -160,7 +158,7 @@ class QuantizedCache(Cache):
     read_back : bool
         True: a step attends to the codes of its own tokens, which measures the error of a format. False: it
         attends to its own tokens unquantized, so that one step over a whole prompt has no error.
-    layer_types, sliding_window, offload, rope
+    layer_types, window, offload, rope
         As in `DynamicCache`. Sliding layers and recurrent states are small and not quantized.
 
     Examples
@@ -183,15 +181,15 @@ class QuantizedCache(Cache):
         residual_length: int = 128,
         sink: int = 4,
         layer_types: Sequence[str] | None = None,
-        sliding_window: int | None = None,
+        window: int | None = None,
         *,
         read_back: bool = False,
         offload: FilePath | None = None,
         rope: Any = None,
     ) -> None:
         full = functools.partial(QuantizedLayer, key, value, residual_length, sink, read_back)
-        sliding = functools.partial(SlidingWindowLayer, sliding_window)  # type: ignore[arg-type]  # or refused
-        kind, layers = layer_makers(num_layers, layer_types, sliding_window, full, sliding)
+        sliding = functools.partial(SlidingWindowLayer, window)  # type: ignore[arg-type]  # or refused
+        kind, layers = layer_makers(num_layers, layer_types, window, full, sliding)
         full()  # raises now if an argument is wrong
         self._make_layer = kind if num_layers is None else None
         super().__init__((make() for make in layers), offload=offload, rope=rope)

@@ -52,12 +52,12 @@ def kept(cache):
     [
         (lambda: DynamicCache(), []),
         (lambda: DynamicCache(2), [DynamicLayer] * 2),
-        (lambda: DynamicCache(2, sliding_window=4), [SlidingWindowLayer] * 2),
+        (lambda: DynamicCache(2, window=4), [SlidingWindowLayer] * 2),
         (lambda: DynamicCache(None, HYBRID, 4), [DynamicLayer, SlidingWindowLayer, DynamicLayer]),
         (lambda: DynamicCache(3, HYBRID, 4), [DynamicLayer, SlidingWindowLayer, DynamicLayer]),
         (lambda: DynamicCache(layer_types=["full_attention"]), [DynamicLayer]),
         (lambda: StaticCache(8, 2), [StaticLayer] * 2),
-        (lambda: StaticCache(8, 2, sliding_window=4), [StaticSlidingWindowLayer] * 2),
+        (lambda: StaticCache(8, 2, window=4), [StaticSlidingWindowLayer] * 2),
         (lambda: StaticCache(8, 3, HYBRID, 4), [StaticLayer, StaticSlidingWindowLayer, StaticLayer]),
     ],
 )
@@ -67,13 +67,13 @@ def test_constructors(make, kinds):
     assert len(cache) == len(kinds)
     assert [layer.name for layer in cache.layers] == [f"layers[{i}]" for i in range(len(kinds))]
     sliding = [layer for layer in cache.layers if "Sliding" in type(layer).__name__]
-    assert all(layer.sliding_window == 4 for layer in sliding)
+    assert all(layer.model_window == 4 for layer in sliding)
     assert all(layer.max_cache_len == 8 for layer in cache.layers if isinstance(layer, StaticLayer))
 
 
 @pytest.mark.parametrize(("window", "kind"), [(None, DynamicLayer), (3, SlidingWindowLayer)])
 def test_layers_are_made_on_first_use(window, kind):
-    cache = DynamicCache(sliding_window=window)
+    cache = DynamicCache(window=window)
     assert (len(cache), cache.get_seq_length(), cache.get_seq_length(5)) == (0, 0, 0)
     assert cache.get_mask_sizes(3, 0) == (3, 0)
     with pytest.raises(kvkit.KvkitError, match="value_states"):
@@ -92,10 +92,10 @@ def test_layers_are_made_on_first_use(window, kind):
 
 
 def test_lengths():
-    cache = DynamicCache(layer_types=HYBRID, sliding_window=4)
+    cache = DynamicCache(layer_types=HYBRID, window=4)
     assert cache.get_max_length() == -1
     assert cache.get_max_length(1) == 4
-    assert DynamicCache(2, sliding_window=4).get_max_length() == 4
+    assert DynamicCache(2, window=4).get_max_length() == 4
     assert StaticCache(8, 3, HYBRID, 4).get_max_length() == 8
     assert DynamicCache().get_max_length() == -1
     step(cache, 1, 2, 3, 4, 5)
@@ -118,7 +118,7 @@ def test_reserve_asks_all_layers_before_any_has_its_tokens():
 
 
 def test_a_crop_that_one_layer_cannot_make_is_made_by_none():
-    cache = DynamicCache(layer_types=HYBRID, sliding_window=3)
+    cache = DynamicCache(layer_types=HYBRID, window=3)
     step(cache, 1, 2, 3, 4, 5)
     with pytest.raises(RuntimeError, match=r"layers\[1\]"):
         cache.crop(-1)
@@ -161,7 +161,7 @@ def test_changes_of_a_cache_without_tokens():
 
 def test_long_updates_of_sliding_layers_leave_no_memory_behind():
     """While a prompt goes through the layers, one of them at a time holds more than its window."""
-    cache = DynamicCache(4, sliding_window=16)
+    cache = DynamicCache(4, window=16)
     prompt = np.ones((1, 2, 5000, 8), np.float32)
     for i in range(4):
         cache.update(prompt, prompt, i)
@@ -182,7 +182,7 @@ def test_threads_lose_no_tokens(kind, of):
     cache = {
         "dynamic": lambda: DynamicCache(1),
         "first use": DynamicCache,
-        "sliding": lambda: DynamicCache(1, sliding_window=8),
+        "sliding": lambda: DynamicCache(1, window=8),
         "static": lambda: Cache([StaticLayer(900)]),
         "quantized": lambda: QuantizedCache(1, residual_length=8),
         "paged": lambda: PagedCache(128, 16, 1, 2, 32, np.float32),

@@ -168,7 +168,7 @@ def test_the_tail_stays_small():
 
 def test_a_cache_of_quantized_and_sliding_layers():
     types = ["full_attention", "sliding_attention"]
-    cache = QuantizedCache(2, KEY, VALUE, 5, 2, layer_types=types, sliding_window=4)
+    cache = QuantizedCache(2, KEY, VALUE, 5, 2, layer_types=types, window=4)
     assert [type(layer) for layer in cache.layers] == [QuantizedLayer, SlidingWindowLayer]
     tokens = states(20)
     for i in (0, 1):

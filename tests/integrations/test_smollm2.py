@@ -37,8 +37,8 @@ UNQUANTIZED = {
     "dynamic": lambda folder, layers: DynamicCache(),
     "static": lambda folder, layers: StaticCache(ROOM, layers),
     "paged": lambda folder, layers: paged(ROOM // 8, 8),
-    "sliding": lambda folder, layers: DynamicCache(layers, sliding_window=ROOM),
-    "static sliding": lambda folder, layers: StaticCache(ROOM, layers, sliding_window=ROOM),
+    "sliding": lambda folder, layers: DynamicCache(layers, window=ROOM),
+    "static sliding": lambda folder, layers: StaticCache(ROOM, layers, window=ROOM),
     "offloaded": lambda folder, layers: DynamicCache(offload=folder),
     "all recent": lambda folder, layers: QuantizedCache(residual_length=ROOM),
 }

@@ -177,7 +177,7 @@ def test_the_window_of_a_model_over_layers_that_keep_all(padded):
 
 def test_chunks():
     """Their mask is whole; a window of the chunk's size holds all that it shows."""
-    cache = KvkitCache.of(DynamicCache(1, sliding_window=4), config())
+    cache = KvkitCache.of(DynamicCache(1, window=4), config())
     key, value = states(2, 2, 11, 16, seed=1), states(2, 2, 11, 16, seed=2)
     whole = torch.tensor([[j <= i and i // 4 == j // 4 for j in range(11)] for i in range(11)])
     chunked, position = chunked_causal_mask_function(4, torch.zeros(2, dtype=int)), 0

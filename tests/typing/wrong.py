@@ -21,6 +21,6 @@ def wrong() -> None:
     kvkit.dynamic_batching.plan([0, 3], [0, 3], [0], [0]).multi_head_attention  # type: ignore[attr-defined]  # noqa: B018
     kvkit.ascend.nd_to_nz(new[0, 0], out=(new,))  # type: ignore[arg-type]
     kvkit.cache.StaticCache(8)  # type: ignore[call-arg]
-    kvkit.cache.DynamicCache(sliding_window="4")  # type: ignore[arg-type]
+    kvkit.cache.DynamicCache(window="4")  # type: ignore[arg-type]
     kvkit.cache.QuantSpec(bits=3)  # type: ignore[arg-type]
     kvkit.cache.DynamicCache().attend([1.0], 0)  # type: ignore[arg-type]

@@ -24,6 +24,7 @@ KINDS: dict[str, Any] = {
 
 
 OLD_ARGUMENTS = {"rope_dtype"}  # of layers in older files, which changes no row that a layer still reads
+WORDS_OF_FILES = {"sliding_window": "window"}  # arguments whose names in files are older
 
 
 def describe_layer(layer: Any) -> dict[str, Any]:
@@ -34,7 +35,11 @@ def describe_layer(layer: Any) -> dict[str, Any]:
 
 def make_layer(about: Mapping[str, Any]) -> Any:
     """Make an empty layer from its description in a file."""
-    arguments = {name: restored(x) for name, x in about["arguments"].items() if name not in OLD_ARGUMENTS}
+    arguments = {
+        WORDS_OF_FILES.get(name, name): restored(x)
+        for name, x in about["arguments"].items()
+        if name not in OLD_ARGUMENTS
+    }
     layer = KINDS[about["kind"]](**arguments)
     layer.rope = restored_rotation(about.get("rope"))
     return layer

@@ -18,7 +18,7 @@ class SlidingWindowLayer(Layer):
 
     Parameters
     ----------
-    sliding_window : int
+    window : int
         W, how many tokens a query attends to, itself included.
 
     Examples
@@ -33,12 +33,12 @@ class SlidingWindowLayer(Layer):
 
     window: int
 
-    def __init__(self, sliding_window: int) -> None:
-        self.window = self.sliding_window = integer("sliding_window", sliding_window, 1)
+    def __init__(self, window: int) -> None:
+        self.window = self.model_window = integer("window", window, 1)
         super().__init__()
 
     def describe(self) -> dict[str, Any]:
-        return {"sliding_window": self.sliding_window}
+        return {"sliding_window": self.model_window}
 
     def _returned(self, length: int, new: int) -> tuple[int, int]:
         return max(0, length - self.window + 1), length + new
@@ -65,7 +65,7 @@ class StaticSlidingWindowLayer(StaticLayer):
 
     Parameters
     ----------
-    max_cache_len, sliding_window : int
+    max_cache_len, window : int
         W is the smaller of the two. If that is ``max_cache_len``, a warning is issued.
 
     Examples
@@ -82,16 +82,16 @@ class StaticSlidingWindowLayer(StaticLayer):
     window: int
     croppable = False
 
-    def __init__(self, max_cache_len: int, sliding_window: int) -> None:
+    def __init__(self, max_cache_len: int, window: int) -> None:
         super().__init__(max_cache_len)
-        self.sliding_window = integer("sliding_window", sliding_window, 1)
-        self.window = min(self.max_cache_len, self.sliding_window)
-        if self.window < self.sliding_window:
-            message = f"max_cache_len {self.window} narrows the sliding window of {self.sliding_window}"
+        self.model_window = integer("window", window, 1)
+        self.window = min(self.max_cache_len, self.model_window)
+        if self.window < self.model_window:
+            message = f"max_cache_len {self.window} narrows the sliding window of {self.model_window}"
             warnings.warn(message, stacklevel=2)
 
     def describe(self) -> dict[str, Any]:
-        return {"max_cache_len": self.max_cache_len, "sliding_window": self.sliding_window}
+        return {"max_cache_len": self.max_cache_len, "sliding_window": self.model_window}
 
     def _returned(self, length: int, new: int) -> tuple[int, int]:
         if length + new <= self.window:

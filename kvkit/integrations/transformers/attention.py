@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
 import kvkit
-from kvkit.errors import argument_error
+from kvkit.errors import KvkitError, argument_error
 from kvkit.integrations.transformers import pending
 from kvkit.integrations.transformers.bridge import as_cast, to_numpy, without_gradient
 from kvkit.interop import numpy_to_tensor
@@ -16,6 +18,7 @@ from kvkit.typed import Array
 
 NAME = "kvkit"
 NO_WINDOW = -1, -1
+THEIR_NAMES = {"attn_mask": "attention_mask", "softmax_scale": "scaling", "sinks": "s_aux"}
 HIDDEN = -1e30  # a mask that is added to scores hides a key by a number below this
 
 
@@ -102,12 +105,13 @@ def attention_forward(
     }
     indices = kwargs.get("indices")
     latent_dim = stored.layer.latent_dim if stored is not None else 0
-    if stored is not None and latent_dim and (stored.begin or indices is not None):
-        attn_output = attend_latent(module, stored.layer, query, attention_mask, indices, options)
-    else:
-        source = None if latent_dim else stored  # the model has expanded the latent rows of a prompt
-        states = query, key, value
-        attn_output = attend_states(source, states, attention_mask, sliding_window, is_causal, options)
+    with names_of_transformers():
+        if stored is not None and latent_dim and (stored.begin or indices is not None):
+            attn_output = attend_latent(module, stored.layer, query, attention_mask, indices, options)
+        else:
+            source = None if latent_dim else stored  # the model has expanded the latent rows of a prompt
+            states = query, key, value
+            attn_output = attend_states(source, states, attention_mask, sliding_window, is_causal, options)
     if stored is not None and latent_dim and stored.after_attention is not None:
         latent, rotated, _ = absorb_queries(module, stored.layer, query)
         row_dim = latent_dim + rotated.shape[3]
@@ -118,6 +122,16 @@ def attention_forward(
         )
         stored.after_attention(scaled.astype(latent.dtype), None, padding)
     return without_gradient(attn_output, query, key, value), None
+
+
+@contextmanager
+def names_of_transformers() -> Iterator[None]:
+    """Let errors name the arguments as transformers does."""
+    try:
+        yield
+    except KvkitError as error:
+        name, colon, rest = str(error).partition(":")
+        raise type(error)(THEIR_NAMES.get(name, name) + colon + rest) from error
 
 
 def absorb_queries(module: Any, layer: Any, query: torch.Tensor) -> tuple[Array, Array, torch.Tensor]:
@@ -265,6 +279,6 @@ def window_options(layer: Any, sliding_window: int | None, window: tuple[int, in
         return {"window": window}
     if layer.window is None:
         return {} if window == NO_WINDOW else None
-    if sliding_window not in (None, layer.sliding_window):
-        raise argument_error("sliding_window", f"{layer.sliding_window}, as the cache has it", sliding_window)
+    if sliding_window not in (None, layer.model_window):
+        raise argument_error("sliding_window", f"{layer.model_window}, as the cache has it", sliding_window)
     return {}  # the layer applies its own window

@@ -52,7 +52,7 @@ def geometry(config: Any, kind: str) -> dict[str, Any]:
     return {
         "num_layers": len(names),
         "layer_types": [LAYER_TYPES[name] for name in names],
-        "sliding_window": min(windows, default=None),
+        "window": min(windows, default=None),
     }
 
 
