@@ -29,7 +29,7 @@ def vectors() -> None:
     \b
     Examples:
       kvkit vectors make pack --suite pmx
-      kvkit vectors make pack paged_attention --shapes heads=8,dim=64,page=16,batch=2
+      kvkit vectors make pack paged_attention --shapes num_kv_heads=8,head_dim=64,page_size=16
       kvkit vectors verify pack
       kvkit vectors replay pack --backend cuda
       kvkit vectors diff pack results
@@ -63,7 +63,7 @@ def with_progress(what: str, quiet: bool, function: Callable[..., Any], **argume
     "--suite", type=click.Choice(list(tools.SUITES)), help="The default is OP's suite, or pmx without OP."
 )
 @click.option(
-    "--shapes", metavar="NAME=N,...", help="Sizes by name (heads, dim, page, batch): heads=8,dim=64."
+    "--shapes", metavar="NAME=N,...", help="Sizes by name (num_kv_heads, head_dim, page_size, batch)."
 )
 @click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Equal seeds give equal bytes."

@@ -7,7 +7,7 @@ the queries (likewise rotated) of the tokens decoded. The last decoded token is 
 of them end one token before it.
 
     layers                        int64 [L], the index of each kept layer
-    current_key, current_value    float16 [L, tokens, kv_heads, head_dim]
+    current_key, current_value    float16 [L, tokens, num_kv_heads, head_dim]
     query                         float16 [L, sequences, decoded tokens, q_heads, head_dim]
     seqstarts                     int64 [3], where each sequence starts; the last is the total
     prompt_lens                   int64 [2]

@@ -32,7 +32,7 @@ def quantized(bits):
 
 
 def paged(model, tokens, folder):
-    shape = model.num_layers, model.kv_heads, model.head_dim
+    shape = model.num_layers, model.num_kv_heads, model.head_dim
     return PagedCache(-(-tokens // PAGE_SIZE), PAGE_SIZE, *shape, np.float16)
 
 

@@ -62,7 +62,7 @@ class Llama:
 
         self.num_layers = number("block_count")
         self.q_heads = number("attention.head_count")
-        self.kv_heads = number("attention.head_count_kv")
+        self.num_kv_heads = number("attention.head_count_kv")
         self.head_dim = number("rope.dimension_count")
         self.theta = number("rope.freq_base")
         self.eps = np.float32(number("attention.layer_norm_rms_epsilon"))
@@ -89,8 +89,8 @@ class Llama:
             block = f"blk.{layer}."
             h = self.norm(x, block + "attn_norm")
             q = self.project(h, block + "attn_q").reshape(len(tokens), self.q_heads, -1)
-            k = self.project(h, block + "attn_k").reshape(len(tokens), self.kv_heads, -1)
-            v = self.project(h, block + "attn_v").reshape(len(tokens), self.kv_heads, -1)
+            k = self.project(h, block + "attn_k").reshape(len(tokens), self.num_kv_heads, -1)
+            v = self.project(h, block + "attn_v").reshape(len(tokens), self.num_kv_heads, -1)
             attended = attend(layer, q, k, v).reshape(len(tokens), -1)
             x = x + self.project(attended, block + "attn_output")
             h = self.norm(x, block + "ffn_norm")

@@ -25,12 +25,14 @@ BLOCKS = {"q8_0": "int8", "q4_0": "int4"}  # blocks of ggml, and the same codes
 MINIFLOAT, HEAD_SCALE = "e4m3", 0.5
 
 
-def decode(kind, group, kv_heads, place, number, page=PAGE):
+def decode(kind, group, num_kv_heads, place, number, page=PAGE):
     """Prepare a step of decoding, as users call it, beside a read, its multiplications and the peers."""
 
     def prepare():
-        codes, past = BLOCKS.get(kind, kind), PAST * 8 // max(8, kv_heads)
-        task = problem(B, 1, past, kv_heads, BITS.get(codes, 0), 32, kind == MINIFLOAT, group, kind == "q4_0")
+        codes, past = BLOCKS.get(kind, kind), PAST * 8 // max(8, num_kv_heads)
+        task = problem(
+            B, 1, past, num_kv_heads, BITS.get(codes, 0), 32, kind == MINIFLOAT, group, kind == "q4_0"
+        )
         run, beside = from_cache(task, kind, place, number, page)
         peers = {} if kind == MINIFLOAT else {"ggml": task.peer(ggml.ggml_peer, codes)}
         if kind not in ("bfloat16", MINIFLOAT):
@@ -39,7 +41,7 @@ def decode(kind, group, kv_heads, place, number, page=PAGE):
             forms = ("enable_gqa", "expanded heads", "folded")
             peers["torch"] = task.peer(other_libraries.torch_peer, other_libraries.TYPES, forms)
         beside.pop("pieces", None)
-        keys = task.batch * task.length * task.kv_heads * DIM
+        keys = task.batch * task.length * task.num_kv_heads * DIM
         beside["products"] = plain_products(instructions(kind, task.group, keys))
         return work(task, run, kind, beside, peers)
 
@@ -84,7 +86,7 @@ def prefill(kind):
         out = np.empty_like(query)
 
         def run(i):
-            kvkit.multi_head_attention(query, key, value, num_heads=task.heads, head_dim=DIM, out=out)
+            kvkit.multi_head_attention(query, key, value, num_heads=task.num_heads, head_dim=DIM, out=out)
 
         run(0)
         task.check("kvkit", out, kind)
@@ -125,7 +127,7 @@ def from_cache(task, kind, place, number, page=PAGE, data=None):
     turns += [(copied(cache), scale if scale is None else scale.copy()) for _ in range(1, sets(size))]
 
     data = DTYPES[data or ("float16" if kind in BITS or kind in STORED else kind)]
-    attributes = {"num_heads": task.heads, "num_kv_heads": task.kv_heads, "head_dim": DIM}
+    attributes = {"num_heads": task.num_heads, "num_kv_heads": task.num_kv_heads, "head_dim": DIM}
     attributes |= {
         "cache_layout": number,
         "quant_bit": BITS.get(kind, 0),
@@ -159,7 +161,13 @@ def filled(task, kind, order, starts, page):
     """Return a cache that holds a problem's past tokens, and its scale."""
     static = "b" in order.axes
     rows = -(-task.length // page) * page
-    sizes = {"b": task.batch, "l": 1, "kv": 2, "n": rows * (1 if static else task.batch), "h": task.kv_heads}
+    sizes = {
+        "b": task.batch,
+        "l": 1,
+        "kv": 2,
+        "n": rows * (1 if static else task.batch),
+        "h": task.num_kv_heads,
+    }
     shape = tuple(sizes[axis] for axis in order.axes[:-1])
     stored = task.stored
     if kind in BLOCKS:
@@ -181,7 +189,7 @@ def filled(task, kind, order, starts, page):
             view[:, starts[b] + position] = past
         else:
             view[:, starts[b, position // page] + position % page] = past
-    return cache, np.full((2, task.kv_heads), HEAD_SCALE, np.float32) if kind == MINIFLOAT else scale
+    return cache, np.full((2, task.num_kv_heads), HEAD_SCALE, np.float32) if kind == MINIFLOAT else scale
 
 
 def copied(cache):
@@ -199,13 +207,13 @@ def tokens_first(array):
 def token_bytes(task, kind):
     """Return the bytes of the keys and values of one token in a cache, with their scales."""
     scales = DIM // task.coded * 2 if kind in BITS else 0
-    return 2 * task.kv_heads * (BY_NAME[kind].bytes(DIM) + scales)
+    return 2 * task.num_kv_heads * (BY_NAME[kind].bytes(DIM) + scales)
 
 
-def calls(kind, group, kv_heads):
+def calls(kind, group, num_kv_heads):
     """Return how many steps of a case read as much as does not fit the caches of a CPU."""
     bits = BY_NAME[kind].bits + (16 / group if group else 0)
-    return max(1, round(FAR / (B * PAST * 2 * min(kv_heads, 8) * DIM * bits / 8)))
+    return max(1, round(FAR / (B * PAST * 2 * min(num_kv_heads, 8) * DIM * bits / 8)))
 
 
 FORMATS = {  # (kind, group): the least shares of a read: in layout 3, and elsewhere

@@ -71,7 +71,7 @@ def torch_attention(problem, kind, shape):
     )
     size = query.shape
     if shape == "folded":
-        query = query.reshape(problem.batch, problem.kv_heads, problem.group, -1)
+        query = query.reshape(problem.batch, problem.num_kv_heads, problem.group, -1)
     elif shape == "expanded heads":
         key, value = (x.repeat_interleave(problem.group, 1) for x in (key, value))
     query, key, value = (x.contiguous() for x in (query, key, value))
@@ -114,8 +114,8 @@ def vllm_peer(problem, kind="bfloat16", page=128):
     torch.ops.load_library(f"{folder}/_C.abi3.so")
     operators, dtype = torch.ops._C, getattr(torch, kind)
     batch, new, pages = problem.batch, problem.new, -(-problem.length // page)
-    rows = torch.from_numpy(problem.query.reshape(batch * new, problem.heads, -1)).to(dtype).contiguous()
-    shape = batch * pages, problem.kv_heads, page, rows.shape[-1]
+    rows = torch.from_numpy(problem.query.reshape(batch * new, problem.num_heads, -1)).to(dtype).contiguous()
+    shape = batch * pages, problem.num_kv_heads, page, rows.shape[-1]
     caches = [torch.zeros(shape, dtype=dtype) for _ in range(2)]
     sides = [
         torch.from_numpy(np.ascontiguousarray(x.transpose(0, 2, 1, 3))).to(dtype).flatten(0, 1)
@@ -127,8 +127,8 @@ def vllm_peer(problem, kind="bfloat16", page=128):
     lengths = torch.full((batch,), problem.length, dtype=torch.int32)
     table = torch.arange(batch * pages, dtype=torch.int32).reshape(batch, pages)
     schedule = operators.get_scheduler_metadata(
-        batch, problem.heads, problem.kv_heads, rows.shape[-1], lengths, dtype, starts, True, -1, "amx", True,
-        None,
+        batch, problem.num_heads, problem.num_kv_heads, rows.shape[-1], lengths, dtype, starts, True, -1,
+        "amx", True, None,
     )  # fmt: skip
     out, scale = torch.empty_like(rows), rows.shape[-1] ** -0.5
 
@@ -214,7 +214,7 @@ def group_query_attention(problem, kind):
     inputs = {"query": data, "key": data, "value": data, "past_key": cache, "past_value": cache}
     inputs |= {"lengths": TensorProto.INT32, "total": TensorProto.INT32}
     outputs = {"output": data, "present_key": cache, "present_value": cache}
-    attributes = {"num_heads": problem.heads, "kv_num_heads": problem.kv_heads}
+    attributes = {"num_heads": problem.num_heads, "kv_num_heads": problem.num_kv_heads}
     names = [*inputs]
     if problem.quant:
         names += ["", "", "", "", "", "scale", "scale"]

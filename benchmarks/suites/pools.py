@@ -37,7 +37,7 @@ def from_pools(task, kind, engine, page):
     turns = [filled(task, kind, engine, table, page)]
     size = task.batch * task.length * token_bytes(task, kind)
     turns += [tuple(pool.copy() for pool in turns[0]) for _ in range(1, sets(size))]
-    query = task.query.astype(DTYPES[kind]).reshape(-1, task.heads, DIM)
+    query = task.query.astype(DTYPES[kind]).reshape(-1, task.num_heads, DIM)
     lengths, out, (layout, _) = np.full(task.batch, task.length), np.empty_like(query), POOLS[engine]
 
     def run(i):
@@ -52,7 +52,7 @@ def from_pools(task, kind, engine, page):
 def filled(task, kind, engine, table, page):
     """Return one or two pools with the contexts of a problem."""
     layout, kv = POOLS[engine]
-    sizes = {"b": table.size, "n": page, "h": task.kv_heads, "c": DIM, "kv": 2}
+    sizes = {"b": table.size, "n": page, "h": task.num_kv_heads, "c": DIM, "kv": 2}
     axes = layout.split()
     pools = [np.zeros([sizes[axis] for axis in axes], DTYPES[kind]) for _ in range(2 if kv is None else 1)]
     views = pools if kv is None else np.moveaxis(pools[0], kv, 0)

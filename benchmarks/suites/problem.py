@@ -25,9 +25,9 @@ class Problem:
     batch: int
     new: int
     past: int
-    kv_heads: int
+    num_kv_heads: int
     quant: int = 0
-    heads: int = 32
+    num_heads: int = 32
     minifloats: bool = False
     quant_group: int = 0  # 0: the usual group size
     lowest: bool = False  # groups contain the code of the largest magnitude, -8 or -128
@@ -38,7 +38,7 @@ class Problem:
 
     @property
     def group(self):
-        return self.heads // self.kv_heads
+        return self.num_heads // self.num_kv_heads
 
     @property
     def coded(self):
@@ -53,20 +53,20 @@ class Problem:
     def operations(self):
         """Return the operations of both products, over the pairs that the causal mask leaves."""
         pairs = self.new * self.past + self.new * (self.new + 1) // 2
-        return 4 * DIM * self.batch * self.heads * pairs
+        return 4 * DIM * self.batch * self.num_heads * pairs
 
     @functools.cached_property
     def query(self):
         """Return float32 [B, S, H, D], so large that few keys have most of the weight."""
         normal = np.random.default_rng(1).standard_normal
-        query = 2 * normal((self.batch, self.new, self.heads, DIM), np.float32)
+        query = 2 * normal((self.batch, self.new, self.num_heads, DIM), np.float32)
         return query.astype(np.float16).astype(np.float32)
 
     @functools.cached_property
     def stored(self):
         """Return keys and values as they are stored: float16 or codes [2, B, H, T, D]."""
         rng = np.random.default_rng(0)
-        shape = 2, self.batch, self.kv_heads, self.length, DIM
+        shape = 2, self.batch, self.num_kv_heads, self.length, DIM
         if not self.quant:
             stored = np.empty(shape, np.float16)
             for at in np.ndindex(shape[:3]):
@@ -90,8 +90,8 @@ class Problem:
         """Return float64 outputs of the first and last token of the first and last sequence."""
         context, outputs = self.context(), {}
         for b, i in {(b, i) for b in (0, self.batch - 1) for i in (0, self.new - 1)}:
-            outputs[b, i] = np.zeros((self.heads, DIM))
-            for h in range(self.heads):
+            outputs[b, i] = np.zeros((self.num_heads, DIM))
+            for h in range(self.num_heads):
                 key, value = context[:, b, h // self.group, : self.past + i + 1].astype(np.float64)
                 scores = key @ self.query[b, i, h] / DIM**0.5
                 weights = np.exp(scores - scores.max())

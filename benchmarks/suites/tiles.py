@@ -41,9 +41,9 @@ def without_tiles(run):
     return other
 
 
-def prompt_arrays(kind, kv_heads):
+def prompt_arrays(kind, num_kv_heads):
     """Return (problem, query, key, value) of a prompt in a type, at cache lines."""
-    task = problem(1, TOKENS, 0, kv_heads)
+    task = problem(1, TOKENS, 0, num_kv_heads)
     arrays = (task.query, *map(attention.tokens_first, task.context()))
     aligned = []
     for array in arrays:
@@ -82,11 +82,11 @@ def prompt(kind):
     return prepare
 
 
-def variant(kv_heads=HEADS, share=1.0, **options):
+def variant(num_kv_heads=HEADS, share=1.0, **options):
     """Prepare a prompt with other arguments beside the plain one, of `share` of its operations."""
 
     def prepare():
-        task, *arrays = prompt_arrays("bfloat16", kv_heads)
+        task, *arrays = prompt_arrays("bfloat16", num_kv_heads)
         _, *plain = prompt_arrays("bfloat16", HEADS)
         rng, given, mask = np.random.default_rng(0), dict(options), ()
         if given.pop("mask", False):
@@ -130,11 +130,11 @@ def rows(heads):
     return prepare
 
 
-def decode(kv_heads, place, number, page=attention.PAGE):
+def decode(num_kv_heads, place, number, page=attention.PAGE):
     """Prepare a step of decoding of bfloat16 beside a read, the same without tiles, and torch."""
 
     def prepare():
-        task = problem(B, 1, PAST, kv_heads)
+        task = problem(B, 1, PAST, num_kv_heads)
         run, beside = attention.from_cache(task, "bfloat16", place, number, page)
         forms = ("enable_gqa", "folded")
         torch = task.peer(other_libraries.torch_peer, ("bfloat16",), forms)

@@ -76,7 +76,7 @@ def layer_of(shape: LayerShape, number: int, shapes: tuple[LayerShape, ...]) -> 
     if kind in ("full", "window", "both") and not shape.index_dim:
         return DynamicLayer() if shape.window is None else SlidingWindowLayer(shape.window)
     if kind in ("shared", "none"):
-        first = next((i for i, other in enumerate(shapes) if other.heads), None)
+        first = next((i for i, other in enumerate(shapes) if other.num_kv_heads), None)
         if first is not None:
             return SharedLayer(first if shape.source is None else shape.source)
     beside = " with index keys beside keys and values" if shape.index_dim else ""

@@ -73,7 +73,7 @@ def model_shape(words: Words, entries: Mapping[str, Any]) -> ModelShape:
             shapes[key] = layer_shape(words, each.kind, i, count, own_index[i])
         source = sources[i]
         layers.append(shapes[key] if source is None else LayerShape("shared", source=source))
-    has_rows = any(layer.heads for layer in layers)
+    has_rows = any(layer.num_kv_heads for layer in layers)
     if not has_rows:
         words.use("num_key_value_heads", "head_dim", "v_head_dim")
     words.check_unused(rotations=False)

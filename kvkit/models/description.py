@@ -26,7 +26,7 @@ class LayerShape:
     ----------
     kind : str
         One of `KINDS`.
-    heads, key_dim, value_dim : int
+    num_kv_heads, key_dim, value_dim : int
         Key heads, and elements of a key and of a value. Of a latent or compressed row: 1, its elements, 0.
     window : int or None
         How many tokens a layer with a window attends to, or how many tokens a chunk has.
@@ -43,7 +43,7 @@ class LayerShape:
     """
 
     kind: str
-    heads: int = 0
+    num_kv_heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
     window: int | None = None

@@ -98,9 +98,9 @@ class Header:
         self.count, self.blocks = blocks - drafts, blocks
         queries = words.value("attention.head_count")
         self.queries = self.numbers("attention.head_count", 1 if queries is None else queries)
-        kv_heads = words.value("attention.head_count_kv")
-        self.kv_heads = (
-            self.queries if kv_heads is None else self.numbers("attention.head_count_kv", kv_heads)
+        num_kv_heads = words.value("attention.head_count_kv")
+        self.num_kv_heads = (
+            self.queries if num_kv_heads is None else self.numbers("attention.head_count_kv", num_kv_heads)
         )
 
     def numbers(self, name: str, value: Any) -> list[int]:
@@ -122,7 +122,7 @@ class Header:
             dim = hidden // queries
         entries: dict[str, Any] = {
             "hidden_size": hidden or None, "num_attention_heads": queries,
-            "num_key_value_heads": self.kv_heads, "head_dim": dim,
+            "num_key_value_heads": self.num_kv_heads, "head_dim": dim,
             "v_head_dim": words.count("attention.value_length", default=dim),
             "sliding_window": words.value("attention.sliding_window") or None,
             "swa_head_dim": words.value("attention.key_length_swa"),
@@ -165,7 +165,7 @@ class Header:
         if interval:
             return ["state" if (i + 1) % interval else kind for i, kind in enumerate(kinds)]
         widths = words.value("feed_forward_length")
-        for i, heads in enumerate(self.kv_heads):
+        for i, heads in enumerate(self.num_kv_heads):
             if not heads:
                 mlp = (
                     isinstance(widths, list)

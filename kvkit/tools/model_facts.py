@@ -80,13 +80,13 @@ def known_ropes(entries: Any) -> list[RopeWords | None]:
 def key_heads(model: Any) -> int | None:
     """Return the key heads of a model's attention layers; None without a model, or if layers differ."""
     layers = () if model is None else read_layers(read_entries(model)).layers
-    heads = {layer.heads for layer in layers if layer.kind in sum(ATTENTION.values(), ())}
+    heads = {layer.num_kv_heads for layer in layers if layer.kind in sum(ATTENTION.values(), ())}
     return heads.pop() if len(heads) == 1 else None
 
 
 def with_shape(old: Description, layers: list[LayerShape], ropes: list[RopeWords | None]) -> Description:
     """Return a description with the model's heads and rotary embedding; raise if layers differ in heads."""
-    shapes = {(layer.heads, layer.key_dim, layer.value_dim or layer.key_dim) for layer in layers}
+    shapes = {(layer.num_kv_heads, layer.key_dim, layer.value_dim or layer.key_dim) for layer in layers}
     if len(shapes) > 1:
         raise argument_error("model", "layers of one kind that have the same heads", sorted(shapes))
     [(heads, dim, values)] = shapes or {(1, 1, 1)}

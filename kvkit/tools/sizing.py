@@ -65,8 +65,8 @@ class SizedLayers:
     """Describes what layers of one kind store: rows of keys and values, or a state."""
 
     kind: str  # of `kvkit.models.description.KINDS`, or "index": the keys that choose rows of these layers
-    layers: int
-    heads: int = 0
+    num_layers: int
+    num_kv_heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
     window: int | None = None
@@ -82,7 +82,7 @@ class SizedLayers:
 
 def stored_by(layer: LayerShape, count: int) -> list[SizedLayers]:
     """Return what `count` layers of a shape store, in parts: rows, index keys, states."""
-    sizes = layer.heads, layer.key_dim, layer.value_dim
+    sizes = layer.num_kv_heads, layer.key_dim, layer.value_dim
     parts = []
     if layer.kind == "compressed":
         parts.append(SizedLayers("window", count, *sizes, layer.window))
@@ -273,7 +273,7 @@ def row_bits(format: str, layers: list[SizedLayers]) -> list[tuple[float, float]
     schemes = None if element in FLOATS else schemes_named(format)
 
     def bits(layer: SizedLayers, side: int) -> float:
-        heads, dim = layer.heads, (layer.key_dim, layer.value_dim)[side]
+        heads, dim = layer.num_kv_heads, (layer.key_dim, layer.value_dim)[side]
         if schemes is None or not heads * dim:
             return heads * dim * (element.bits if element else 0)
         if not isinstance(scheme := schemes[side], Coded):
@@ -307,8 +307,8 @@ def quantized_count(layers: list[SizedLayers], format: str, **unquantized: Any) 
     def count(i: int, layer: SizedLayers, rows: int) -> tuple[float, float]:
         if layer.kind != "full":
             return floats(i, layer, rows)
-        keys = coded(0, rows, layer.heads, layer.key_dim)
-        return keys, coded(1, rows, layer.heads, layer.value_dim)
+        keys = coded(0, rows, layer.num_kv_heads, layer.key_dim)
+        return keys, coded(1, rows, layer.num_kv_heads, layer.value_dim)
 
     return count
 
@@ -325,7 +325,7 @@ def count_bytes(
     """Count the bytes of a cache of `batch` sequences with `tokens` tokens each."""
     keys = values = states = 0.0
     for i, layer in enumerate(layers):
-        times = batch * layer.layers
+        times = batch * layer.num_layers
         of_keys, of_values = count(i, layer, layer.rows(tokens, engine, step))
         keys, values = keys + times * of_keys, values + times * of_values
         states += times * layer.state * STATE_BYTES

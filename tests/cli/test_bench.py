@@ -40,7 +40,7 @@ def small(monkeypatch):
 
 
 def task(shape, quant=0):
-    return Problem(*shape, quant, heads=8)
+    return Problem(*shape, quant, num_heads=8)
 
 
 @pytest.mark.parametrize("kind", ["float16", "int8", "int4", "e4m3", "q8_0", "q4_0"])

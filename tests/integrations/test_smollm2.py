@@ -20,7 +20,7 @@ LONG, TOKENS = "Why do leaves turn red in autumn? Explain it to a child.", 40
 
 def paged(num_blocks, page_size):
     model, _ = loaded()
-    return PagedCache(num_blocks, page_size, model.num_layers, model.kv_heads, model.head_dim, np.float32)
+    return PagedCache(num_blocks, page_size, model.num_layers, model.num_kv_heads, model.head_dim, np.float32)
 
 
 def test_tokenizer():

@@ -144,11 +144,11 @@ def test_some_layers_have_no_index_keys_of_their_own():
 
 def test_heads_of_single_layers():
     config = PLAIN | {"per_layer_config": {"02": {"head_dim": 32, "num_key_value_heads": 1}}}
-    assert [(layer.heads, layer.key_dim) for layer in read_layers(config).layers] == [
+    assert [(layer.num_kv_heads, layer.key_dim) for layer in read_layers(config).layers] == [
         (2, 64), (2, 64), (1, 32), (2, 64),
     ]  # fmt: skip
     step = {"attention_other_setting": {"attention_type": "sliding_attention", "num_attention_heads": 12,
                                         "num_attention_groups": 4, "head_dim": 32}}  # fmt: skip
     config = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_attention_groups": 2, "head_dim": 64,
               "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8} | step  # fmt: skip
-    assert [(layer.heads, layer.key_dim) for layer in read_layers(config).layers] == [(2, 64), (4, 32)]
+    assert [(layer.num_kv_heads, layer.key_dim) for layer in read_layers(config).layers] == [(2, 64), (4, 32)]

@@ -96,7 +96,7 @@ def test_kinds_of_layers():
     }  # fmt: skip
     for name, (config, kinds) in patterns.items():
         layers = size(config, tokens=1).layers
-        assert sorted(" ".join([each.kind] * each.layers) for each in layers) == sorted(
+        assert sorted(" ".join([each.kind] * each.num_layers) for each in layers) == sorted(
             " ".join([kind] * kinds.split().count(kind)) for kind in set(kinds.split())
         ), name
 
@@ -141,7 +141,9 @@ HEADERS = {
 def test_headers_of_gguf(name, tmp_path):
     fields, kind, count = HEADERS[name]
     (tmp_path / "model.gguf").write_bytes(gguf(**fields))
-    assert next(each.layers for each in size(tmp_path / "model.gguf").layers if each.kind == kind) == count
+    assert (
+        next(each.num_layers for each in size(tmp_path / "model.gguf").layers if each.kind == kind) == count
+    )
 
 
 @pytest.mark.parametrize("fit", ["1GiB", 3 * 10**9, "2.5 GB"])

@@ -148,7 +148,7 @@ def test_one_operator(tmp_path):
 
 def test_shapes(tmp_path):
     """Of one operator, whose suite is found, in the sizes asked for and in the least there are."""
-    asked = {"heads": 3, "dim": 32, "page": 16, "batch": 5}
+    asked = {"num_kv_heads": 3, "head_dim": 32, "page_size": 16, "batch": 5}
     vectors.make(tmp_path / "asked", operator="ascend.paged_cache_load", shapes=asked)
     cases = packs.manifest(tmp_path / "asked")["cases"]
     for case in cases:
@@ -157,12 +157,12 @@ def test_shapes(tmp_path):
         assert shapes["block_tables"][0] == 5
     assert vectors.replay(tmp_path / "asked").ok
     for suite in ("ascend", "paged"):
-        vectors.make(tmp_path / suite, suite, shapes={"heads": 1, "page": 1, "batch": 2})
+        vectors.make(tmp_path / suite, suite, shapes={"num_kv_heads": 1, "page_size": 1, "batch": 2})
         assert vectors.replay(tmp_path / suite).ok, str(vectors.replay(tmp_path / suite))
     for shapes, said in (
-        ({"head": 3}, "shapes: expected some of heads, dim, page, batch, got 'head'"),
+        ({"head": 3}, "shapes: expected some of num_kv_heads, head_dim, page_size, batch, got 'head'"),
         ({"batch": 1}, "shapes: batch: expected at least 2, got 1"),
-        ({"dim": 24}, "shapes: dim: expected a multiple of 16, got 24"),
+        ({"head_dim": 24}, "shapes: head_dim: expected a multiple of 16, got 24"),
     ):
         with pytest.raises(KvkitError, match=re.escape(said)):
             vectors.make(tmp_path / "none", shapes=shapes)

@@ -38,7 +38,7 @@ class GatedDeltaLayer(StateLayer):
 
     Parameters
     ----------
-    heads : int
+    num_heads : int
         Heads of values.
     dk, dv : int
         Elements of a head of keys and of values.
@@ -71,7 +71,7 @@ class GatedDeltaLayer(StateLayer):
 
     def __init__(
         self,
-        heads: int,
+        num_heads: int,
         dk: int,
         dv: int,
         conv_channels: int,
@@ -82,23 +82,26 @@ class GatedDeltaLayer(StateLayer):
         checkpoint_every: int = 0,
         max_checkpoints: int = 4,
     ) -> None:
-        self.heads, self.dk, self.dv = (
-            integer(name, size, 1) for name, size in (("heads", heads), ("dk", dk), ("dv", dv))
+        self.num_heads, self.dk, self.dv = (
+            integer(name, size, 1) for name, size in (("num_heads", num_heads), ("dk", dk), ("dv", dv))
         )
         self.conv_channels = integer("conv_channels", conv_channels, 1)
         self.conv_width = integer("conv_width", conv_width, 1, WIDEST_CONV)
         self.kind, self.norm = text("kind", kind, KINDS), flag("norm", norm)
-        keys, rest = divmod(self.conv_channels - self.heads * self.dv, 2 * self.dk)
-        if rest or keys < 1 or self.heads % keys:
-            wanted = f"2 * key heads * {self.dk} + {self.heads * self.dv}, key heads dividing {self.heads}"
+        keys, rest = divmod(self.conv_channels - self.num_heads * self.dv, 2 * self.dk)
+        if rest or keys < 1 or self.num_heads % keys:
+            wanted = (
+                f"2 * key heads * {self.dk} + {self.num_heads * self.dv}, key heads dividing {self.num_heads}"
+            )
             raise argument_error("conv_channels", wanted, self.conv_channels)
         self.key_heads = keys
         self._recordings: dict[int, Recording] = {}  # by the tokens before the step
         super().__init__(checkpoint_every, max_checkpoints)
 
     def describe(self) -> dict[str, Any]:
-        names = "heads", "dk", "dv", "conv_channels", "conv_width", "kind", "norm"
-        return {name: getattr(self, name) for name in names} | super().describe()
+        names = "dk", "dv", "conv_channels", "conv_width", "kind", "norm"
+        own = {"heads": self.num_heads} | {name: getattr(self, name) for name in names}
+        return own | super().describe()
 
     # Computing
 
@@ -150,7 +153,7 @@ class GatedDeltaLayer(StateLayer):
         if channels != self.conv_channels or not batch or (self.batch_size or batch) != batch:
             wanted = f"shape [{self.batch_size or 'B'}, tokens, {self.conv_channels}]"
             raise argument_error("qkv", wanted, describe(qkv))
-        inner = (self.heads, self.dk) if self.kind == "kda" else (self.heads,)
+        inner = (self.num_heads, self.dk) if self.kind == "kda" else (self.num_heads,)
         for name, array, shape in (("a", a, inner), ("b", b, inner[:1])):
             checked_format(name, array, FLOATS, 2 + len(shape))
             if array.shape != (batch, tokens, *shape):
@@ -175,7 +178,7 @@ class GatedDeltaLayer(StateLayer):
     def state_forms(self, dtype: Any) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
         """Return the shapes of the arrays of a state, without the batch, and their dtypes."""
         return {
-            "recurrent": ((self.heads, self.dk, self.dv), np.dtype(np.float32)),
+            "recurrent": ((self.num_heads, self.dk, self.dv), np.dtype(np.float32)),
             "conv": ((self.conv_channels, self.conv_width - 1), np.dtype(dtype)),
         }
 
@@ -195,7 +198,7 @@ class GatedDeltaLayer(StateLayer):
         keys = self.key_heads * self.dk
         parts = mixed[:, :keys], mixed[:, keys : 2 * keys], mixed[:, 2 * keys :]
         q, k = (part.reshape(batch, -1, self.key_heads, self.dk) for part in parts[:2])
-        return q, k, parts[2].reshape(batch, -1, self.heads, self.dv)
+        return q, k, parts[2].reshape(batch, -1, self.num_heads, self.dv)
 
     def _run(
         self, tokens: tuple[Array, ...], g: Array, beta: Array, arrays: dict[str, Array], chunk: Any,

@@ -24,7 +24,10 @@ KINDS: dict[str, Any] = {
 
 
 OLD_ARGUMENTS = {"rope_dtype"}  # of layers in older files, which changes no row that a layer still reads
-WORDS_OF_FILES = {"sliding_window": "window"}  # arguments whose names in files are older
+WORDS_OF_FILES = {
+    "heads": "num_heads",
+    "sliding_window": "window",
+}  # arguments whose names in files are older
 
 
 def describe_layer(layer: Any) -> dict[str, Any]:

@@ -82,18 +82,20 @@ def error_maps(study: Study, Figure: Any) -> Any:
     line_of_layer = {layer: i for i, layer in enumerate(study.layers)}
     maps = []
     for one in study.summary:
-        table = np.zeros((len(study.layers), 2 * study.heads))  # keys to the left, values to the right
+        table = np.zeros((len(study.layers), 2 * study.num_kv_heads))  # keys to the left, values to the right
         for row in study.rows:
             if row["scheme"] == one.scheme and row["side"] != "attention":
-                column = row["head"] + study.heads * (row["side"] == "values")
+                column = row["head"] + study.num_kv_heads * (row["side"] == "values")
                 table[line_of_layer[row["layer"]], column] = row["relative_rms"]
         maps.append(table)
     most = max(table.max() for table in maps) or 1.0
     for ax, one, table in zip(axes, study.summary, maps, strict=False):
         image = ax.imshow(table, cmap="viridis", vmin=0, vmax=most, aspect="auto", interpolation="nearest")
-        ax.axvline(study.heads - 0.5, color="white", linewidth=1)
+        ax.axvline(study.num_kv_heads - 0.5, color="white", linewidth=1)
         ax.set_title(one.scheme, fontsize=9)
-        ax.set_xticks([study.heads / 2 - 0.5, study.heads * 1.5 - 0.5], ["key heads", "value heads"])
+        ax.set_xticks(
+            [study.num_kv_heads / 2 - 0.5, study.num_kv_heads * 1.5 - 0.5], ["key heads", "value heads"]
+        )
     axes[0].set_yticks(range(len(study.layers)), study.layers, fontsize=7)
     figure.colorbar(image, ax=axes, label="relative error")
     return figure

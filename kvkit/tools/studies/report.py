@@ -112,7 +112,7 @@ def replace_all(folder: Path, texts: Mapping[str, str]) -> None:
 def markdown(study: Study, pictures: list[str]) -> str:
     """Return a report in Markdown, with links to pictures."""
     heads, rows = table(study.summary)
-    about = f"{len(study.layers)} layers, {study.heads} key heads, {study.tokens:,} tokens."
+    about = f"{len(study.layers)} layers, {study.num_kv_heads} key heads, {study.tokens:,} tokens."
     lines = [f"# {study.source}", "", about, ""]
     lines += [f"| {' | '.join(heads)} |", f"|---{'|--:' * (len(heads) - 1)}|"]
     lines += [f"| {' | '.join(row)} |" for row in rows]
@@ -149,7 +149,7 @@ def page(study: Study, drawn: dict[str, dict[str, str]]) -> str:
     )
     notes = "".join(f"<p>Note: {escape(note)}</p>" for note in study.notes)
     title = f"{escape(study.source)}: kvkit study"
-    about = f"{len(study.layers)} layers, {study.heads} key heads, {study.tokens:,} tokens."
+    about = f"{len(study.layers)} layers, {study.num_kv_heads} key heads, {study.tokens:,} tokens."
     return f"""<!doctype html>
 <html lang="en">
 <head>

@@ -114,7 +114,7 @@ class Study:
     ----------
     source : str
     layers : list of str
-    heads, tokens : int
+    num_kv_heads, tokens : int
     summary : list of Summary
         One for each scheme, in the caller's order.
     rows : list of dict
@@ -131,7 +131,7 @@ class Study:
 
     source: str
     layers: list[str]
-    heads: int
+    num_kv_heads: int
     tokens: int
     summary: list[Summary]
     rows: list[Row] = field(repr=False)
@@ -191,7 +191,7 @@ class Study:
 
     def __str__(self) -> str:
         layers = f"{len(self.layers)} layer{'s' * (len(self.layers) != 1)}"
-        parts = [f"{self.source}: {layers}, {self.heads} key heads, {self.tokens:,} tokens"]
+        parts = [f"{self.source}: {layers}, {self.num_kv_heads} key heads, {self.tokens:,} tokens"]
         notes = "\n".join(f"note: {note}" for note in self.notes)
         parts += [notes] * self.unjudged
         parts.append(columns(*table(self.summary, wide=False), MAX_ROWS))

@@ -1,7 +1,7 @@
 """Draw the parts of a pack's calls: sizes, random numbers, caches of NaN or random codes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -26,6 +26,15 @@ class Call(NamedTuple):
     before: dict[str, Any] | None = None  # arguments of an earlier call, which stores past tokens
 
 
+# {a size: (its field in `Sizes` and in packs, the least)}
+SIZES = {
+    "num_kv_heads": ("heads", 1),
+    "head_dim": ("dim", 16),
+    "page_size": ("page", 1),
+    "batch": ("batch", 2),
+}
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Holds the sizes of the calls of a pack."""
@@ -38,14 +47,14 @@ class Sizes:
     @classmethod
     def of(cls, shapes: Mapping[str, int] | None) -> "Sizes":
         """Return the requested sizes, and defaults for the others; raise for unknown or small ones."""
-        names, shapes = [each.name for each in fields(cls)], dict(shapes or {})
-        for name in shapes:
-            if name not in names:
-                raise KvkitError(f"shapes: expected some of {', '.join(names)}, got {name!r}")
-        low = {"batch": 2, "dim": 16}
-        sizes = {name: integer(f"shapes: {name}", size, low.get(name, 1)) for name, size in shapes.items()}
+        sizes = {}
+        for name, size in (shapes or {}).items():
+            if name not in SIZES:
+                raise KvkitError(f"shapes: expected some of {', '.join(SIZES)}, got {name!r}")
+            field, least = SIZES[name]
+            sizes[field] = integer(f"shapes: {name}", size, least)
         if sizes.get("dim", 16) % 16:
-            raise KvkitError(f"shapes: dim: expected a multiple of 16, got {sizes['dim']}")
+            raise KvkitError(f"shapes: head_dim: expected a multiple of 16, got {sizes['dim']}")
         return cls(**sizes)
 
     def each(self, *lengths: int) -> tuple[int, ...]:

@@ -87,8 +87,8 @@ def make(
     operator : str, optional
         Only the cases of this operator.
     shapes : mapping, optional
-        Sizes, with defaults: "heads" of keys and values (2; queries have a multiple), "dim" of a head (16, a
-        multiple of 16), tokens of a "page" (4), and sequences of a "batch" (4, at least 2).
+        Sizes, with defaults: "num_kv_heads" (2; queries have a multiple), "head_dim" (16, a multiple of 16),
+        "page_size" in tokens (4), and sequences of a "batch" (4, at least 2).
     seed : int
         The seed of all random numbers; equal seeds give equal bytes.
     raw : bool
