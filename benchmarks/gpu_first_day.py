@@ -80,7 +80,8 @@ def latent(package, rng, heads):
     """Attend to latent rows in pages, by a sequence of two queries and one that ends within a page."""
     rows, query = (normal(rng, *shape, dtype=ml_dtypes.bfloat16) for shape in ((4, 64, 576), (3, heads, 576)))
     tables, lengths = np.array([[3, 0, 2], [1, 1, 1]]), [180, 37]
-    return package.mla_attention(query, rows, tables, lengths, [0, 2, 3], scale=192**-0.5, return_lse=True)
+    options = {"softmax_scale": 192**-0.5, "return_lse": True}
+    return package.mla_attention(query, rows, tables, lengths, [0, 2, 3], **options)
 
 
 def subnormals(package, rng):

@@ -24,12 +24,12 @@ def indexer_scores(
     query_starts: ArrayLike | None = None,
     *,
     key_scale: Array | None = None,
-    scale: float | None = None,
+    softmax_scale: float | None = None,
     out: Array | None = None,
 ) -> Array:
     """Score every position of a context for each query, as DeepSeek's indexer does.
 
-    score[t, s] = sum over heads h of weights[t, h] * max(0, scale * query[t, h] . keys[s])
+    score[t, s] = sum over heads h of weights[t, h] * max(0, softmax_scale * query[t, h] . keys[s])
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ def indexer_scores(
         The length of each context, and where its queries begin, as in `paged_attention`.
     key_scale : ndarray of float32, shape [blocks, page_size], optional
         The scale of each key; required for codes.
-    scale : float, optional
+    softmax_scale : float, optional
         Factor of the products; D ** -0.5 if None.
     out : ndarray, optional
         An array for the result; allocated if None.
@@ -76,7 +76,14 @@ def indexer_scores(
     """
     query = without_float8(query)
     call = IndexerArguments(
-        query, keys, weights, block_tables, context_lens, query_starts, key_scale=key_scale, scale=scale
+        query,
+        keys,
+        weights,
+        block_tables,
+        context_lens,
+        query_starts,
+        key_scale=key_scale,
+        softmax_scale=softmax_scale,
     )
     return score_positions(checked_scores(call), out)
 

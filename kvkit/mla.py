@@ -38,7 +38,7 @@ Table = ArrayLike | tuple[ArrayLike, ArrayLike]
 
 
 def mla_scale(config: Any) -> float:
-    """Return the softmax scale of a model with latent attention, which `mla_attention` takes as ``scale``.
+    """Return the ``softmax_scale`` of a model with latent attention, for `mla_attention`.
 
     It is (P + R)^-1/2 for keys of P plain and R rotated elements; a latent row's size does not matter. Where
     YaRN stretches the context, it is multiplied by a temperature squared:
@@ -73,7 +73,7 @@ def mla_attention(
     context_lens: ArrayLike | None = None,
     query_starts: ArrayLike | None = None,
     *,
-    scale: float,
+    softmax_scale: float,
     rope_cache: Array | None = None,
     value_dim: int = 512,
     indices: ArrayLike | None = None,
@@ -88,8 +88,9 @@ def mla_attention(
 ) -> Attended:
     """Attend with absorbed queries to the rows of a latent cache, which are keys and values at once.
 
-    Score t of a head is ``scale * query . row[t]``; the value of a row is its first `value_dim` elements. All
-    heads share the rows. Attention is dense over pages (`block_tables`), or over chosen rows (`indices`).
+    Score t of a head is ``softmax_scale * query . row[t]``; the value of a row is its first `value_dim`
+    elements. All heads share the rows. Attention is dense over pages (`block_tables`), or over chosen rows
+    (`indices`).
 
     Parameters
     ----------
@@ -105,7 +106,7 @@ def mla_attention(
         The pages of each context, as in `paged_attention`.
     context_lens, query_starts : array_like of int, shapes [B] and [B + 1]
         The length of each context, and where its queries begin, as in `paged_attention`.
-    scale : float
+    softmax_scale : float
         Factor of the scores. It is that of the expanded heads: 192 ** -0.5 for DeepSeek's 128 + 64, times
         the square of YaRN's mscale; not D ** -0.5.
     rope_cache : ndarray, shape [blocks, page_size, R], optional
@@ -156,14 +157,14 @@ def mla_attention(
     >>> import numpy as np, kvkit
     >>> latent = np.array([[1, 0, -1, 1, 0], [2, 1, 0, 0, 1], [0, -1, 1, 1, 1]], np.float32)[None]
     >>> query = np.array([[[1, -1, 1, 0, 1]]], np.float32)
-    >>> kvkit.mla_attention(query, latent, [[0]], [3], scale=0.5, value_dim=3).round(4)
+    >>> kvkit.mla_attention(query, latent, [[0]], [3], softmax_scale=0.5, value_dim=3).round(4)
     array([[[ 0.7849, -0.2151,  0.4246]]], dtype=float32)
     """
     query = without_float8(query)
     given = LatentArguments(
-        query, latent, block_tables, context_lens, query_starts, scale=scale, rope_cache=rope_cache,
-        value_dim=value_dim, indices=indices, index_lens=index_lens, extra=extra, format=format,
-        is_causal=is_causal, sinks=sinks, lse_of_sinks=lse_of_sinks, return_lse=return_lse,
+        query, latent, block_tables, context_lens, query_starts, softmax_scale=softmax_scale,
+        rope_cache=rope_cache, value_dim=value_dim, indices=indices, index_lens=index_lens, extra=extra,
+        format=format, is_causal=is_causal, sinks=sinks, lse_of_sinks=lse_of_sinks, return_lse=return_lse,
     )  # fmt: skip
     call = checked_latent_attention(given)
     # If rows can be read in place, one call of attention does it all, unless the lse leaves sinks out.
@@ -197,7 +198,7 @@ def attend_to_contexts(
     attention = PoolAttention(
         query.astype(np.float32), pool, pool[..., : call.value_dim], table_of_rows(counts), counts, starts,
         layout="b n c" if pool.ndim == 3 else "b n h c", key_scale=None, value_scale=None, alibi_slopes=None,
-        scoring=Scoring(is_causal=causal, softmax_scale=call.scale), return_lse=True,
+        scoring=Scoring(is_causal=causal, softmax_scale=call.softmax_scale), return_lse=True,
     )  # fmt: skip
     output, lse = attend(checked_paged_attention(attention), None)
     return output, lse

@@ -105,7 +105,7 @@ def gated_delta_step(
 def indexer_scores(
     query: Array, keys: Array, weights: Array, block_tables: Array | tuple[Array, Array],
     context_lens: Array, query_starts: Array | None = None, *, key_scale: Array | None = None,
-    scale: float | None = None, out: Array | None = None, stream: object = None
+    softmax_scale: float | None = None, out: Array | None = None, stream: object = None
 ) -> Array: ...
 def key_value_cache(
     current_key: Array, current_value: Array, start_pos: SupportsIndex, cache: Array,
@@ -128,7 +128,7 @@ def mla_append(
 def mla_attention(
     query: Array | tuple[Array, Array], latent: Array,
     block_tables: Array | tuple[Array, Array] | None = None, context_lens: Array | None = None,
-    query_starts: Array | None = None, *, scale: float, rope_cache: Array | None = None,
+    query_starts: Array | None = None, *, softmax_scale: float, rope_cache: Array | None = None,
     value_dim: int = 512, indices: Array | None = None, index_lens: Array | None = None,
     extra: tuple[Array, Array, Array | None] | None = None, format: str | None = None,
     is_causal: bool = True, sinks: Array | None = None, lse_of_sinks: bool = True,

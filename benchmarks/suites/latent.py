@@ -68,7 +68,7 @@ def step(heads, pool, format):
     lengths = np.full(BATCH, CONTEXT)
 
     def run(i):
-        kvkit.mla_attention(query, pool, table, lengths, scale=SCALE, format=format, out=out)
+        kvkit.mla_attention(query, pool, table, lengths, softmax_scale=SCALE, format=format, out=out)
 
     run(0)
     row = normal(LATENT + ROPE)[:LATENT]

@@ -18,7 +18,7 @@ def score_positions(call: IndexerCall, out: Array | None) -> Array:
     scores[...] = -np.inf
     pages, lengths, starts = call.contexts
     (_, heads, dim), pool = call.query.shape, call.pool
-    queries = np.ascontiguousarray(call.query, np.float32) * np.float32(call.scale)  # [tokens, H, D]
+    queries = np.ascontiguousarray(call.query, np.float32) * np.float32(call.softmax_scale)  # [tokens, H, D]
     weights = call.weights.astype(np.float32)  # [tokens, H]
     most_rows = int(np.diff(starts).max(initial=0)) * heads  # query rows of a sequence
     step = max(KEYS, PRODUCTS // max(most_rows, 1))  # few keys would not occupy all threads

@@ -34,7 +34,7 @@ def attention_over_bytes(call: LatentCall) -> AttentionCall | None:
     context = context_of(fmt, rows, rows)._replace(
         dim=pool.dim, value_dim=call.value_dim, decoder=cpu.attention.latent.row_decoder()
     )
-    scoring = Scoring(is_causal=call.causal, softmax_scale=call.scale, sinks=call.sinks)
+    scoring = Scoring(is_causal=call.causal, softmax_scale=call.softmax_scale, sinks=call.sinks)
     return AttentionCall(
         fmt, (*query.shape[:2], call.value_dim), query, context,
         steps=steps_of(rows, rows, pages, lengths, starts), decoding=0,

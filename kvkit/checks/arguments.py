@@ -216,7 +216,7 @@ class LatentArguments(NamedTuple):
     block_tables: Any  # as of `PoolAttention`, or None
     context_lens: ArrayLike | Any
     query_starts: ArrayLike | Any
-    scale: float
+    softmax_scale: float
     rope_cache: Array | None
     value_dim: int
     indices: ArrayLike | Any
@@ -250,7 +250,7 @@ class IndexerArguments(NamedTuple):
     context_lens: ArrayLike
     query_starts: ArrayLike | Any
     key_scale: Array | None
-    scale: float | None
+    softmax_scale: float | None
 
 
 class ChoiceArguments(NamedTuple):

@@ -30,7 +30,7 @@ class IndexerCall(NamedTuple):
     pool: LatentPool
     scaled: bool  # whether the last element of a row of the pool is its scale
     contexts: LatentContexts
-    scale: float
+    softmax_scale: float
     results: Results
 
 
@@ -57,12 +57,13 @@ def checked_scores(call: IndexerArguments) -> IndexerCall:
     lengths = index("context_lens", call.context_lens)
     starts = starts_of(call.query_starts, len(lengths), tokens)
     pages = checked_table(call.block_tables, lengths, len(call.keys), pool.page_size)
-    scale = dim**-0.5 if call.scale is None else positive_number("scale", call.scale)
+    given = call.softmax_scale
+    softmax_scale = dim**-0.5 if given is None else positive_number("softmax_scale", given)
     forms: Forms = {"scores": ((tokens, int(lengths.max(initial=0))), FLOATS[0].dtype)}
     inputs = named_arrays(query=query, keys=call.keys, weights=weights, key_scale=call.key_scale)
     return IndexerCall(
-        query, weights, pool, call.key_scale is not None, LatentContexts(pages, lengths, starts), scale,
-        Results(forms, inputs, alone=True),
+        query, weights, pool, call.key_scale is not None, LatentContexts(pages, lengths, starts),
+        softmax_scale, Results(forms, inputs, alone=True),
     )  # fmt: skip
 
 

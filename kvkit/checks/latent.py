@@ -113,7 +113,7 @@ class LatentCall(NamedTuple):
     contexts: LatentContexts | None
     chosen: list[LatentRows]
     value_dim: int
-    scale: float
+    softmax_scale: float
     causal: bool
     sinks: Array | None
     sinks_last: bool  # whether sinks scale the output at the end, because the lse leaves them out
@@ -125,7 +125,8 @@ def checked_latent_attention(call: LatentArguments) -> LatentCall:
     """Check a call of `mla_attention`."""
     pool = checked_latent_pool("latent", call.latent, call.rope_cache, call.format)
     query = checked_query(call.query, pool)
-    value_dim, scale = integer("value_dim", call.value_dim, 1, pool.dim), positive_number("scale", call.scale)
+    value_dim = integer("value_dim", call.value_dim, 1, pool.dim)
+    softmax_scale = positive_number("softmax_scale", call.softmax_scale)
     causal, heads, sinks = flag("is_causal", call.is_causal), query.shape[1], call.sinks
     if sinks is not None:
         check_sinks(sinks, heads)
@@ -140,8 +141,8 @@ def checked_latent_attention(call: LatentArguments) -> LatentCall:
     if not chosen:
         contexts = checked_contexts(call, pool, len(query))
     checked = LatentCall(
-        fmt, query, pool, contexts, chosen, value_dim=value_dim, scale=scale, causal=causal, sinks=sinks,
-        sinks_last=sinks_last, attention=None, results=results,
+        fmt, query, pool, contexts, chosen, value_dim=value_dim, softmax_scale=softmax_scale,
+        causal=causal, sinks=sinks, sinks_last=sinks_last, attention=None, results=results,
     )  # fmt: skip
     return checked._replace(attention=attention_in_place(call, checked)) if contexts else checked
 
@@ -194,7 +195,8 @@ def attention_in_place(call: LatentArguments, checked: LatentCall) -> AttentionC
         checked.query, key_cache=rows, value_cache=rows[..., : checked.value_dim],
         block_tables=call.block_tables, context_lens=call.context_lens, query_starts=call.query_starts,
         layout="b n c" if rows.ndim == 3 else "b n h c", key_scale=None, value_scale=None, alibi_slopes=None,
-        scoring=Scoring(is_causal=checked.causal, softmax_scale=checked.scale, sinks=sinks), return_lse=True,
+        scoring=Scoring(is_causal=checked.causal, softmax_scale=checked.softmax_scale, sinks=sinks),
+        return_lse=True,
     ))  # fmt: skip
     return attention if checked.sinks_last else attention._replace(results=checked.results)
 

@@ -73,7 +73,7 @@ ATTRIBUTES = {
         Attribute(
             "layout", "axes of a pool, outermost first: b pages, n tokens, h heads, c elements, kv both"
         ),
-        Attribute("scale", "factor of the scores; of the indexer's products, where None is D ** -0.5", float),
+        Attribute("scale", "factor of queries; None is dk ** -0.5", float),
         Attribute("value_dim", "elements of a latent row that are its value, the first ones"),
         Attribute("format", "what bytes of a latent cache mean: 'ds_mla' or 'ds_v4'", str),
         Attribute("lse_of_sinks", "the returned lse contains the sinks; in FlashMLA it does not"),

@@ -51,7 +51,7 @@ def page_of(pool: Array, format: str | None) -> int:
 
 def mla_attention(
     query: Any, latent: Array, block_tables: Any = None, context_lens: Any = None, query_starts: Any = None,
-    *, scale: float, rope_cache: Any = None, value_dim: int = 512, indices: Any = None,
+    *, softmax_scale: float, rope_cache: Any = None, value_dim: int = 512, indices: Any = None,
     index_lens: Any = None, extra: Any = None, format: str | None = None, is_causal: bool = True,
     sinks: Any = None, lse_of_sinks: bool = True,
 ) -> tuple[Array, Array]:  # fmt: skip
@@ -81,7 +81,7 @@ def mla_attention(
     for tokens, rows in contexts:
         heads = rows[0].shape[0] if rows else 1
         key = np.array(rows).reshape(len(rows), heads, query.shape[2])
-        scoring: dict[str, Any] = {"causal": causal, "softmax_scale": scale}
+        scoring: dict[str, Any] = {"causal": causal, "softmax_scale": softmax_scale}
         q, value = query[tokens], key[..., :value_dim]
         output[tokens], lse[tokens] = attend_sequence(q, key, value, sinks=sinks, **scoring)
         if sinks is not None and not lse_of_sinks:
@@ -154,11 +154,11 @@ def mla_expand(latent_output: Array, w_uv: Array) -> Array:
 
 def indexer_scores(
     query: Array, keys: Array, weights: Array, block_tables: Any, context_lens: Any, query_starts: Any = None,
-    *, key_scale: Any = None, scale: Any = None,
+    *, key_scale: Any = None, softmax_scale: Any = None,
 ) -> Array:  # fmt: skip
-    """Return sums over heads of weight * max(0, scale * q . k) for each position that a query may see."""
+    """Return sums over heads of weight * max(0, softmax_scale * q . k) for positions that a query may see."""
     starts = range(len(context_lens) + 1) if query_starts is None else query_starts
-    page, factor = keys.shape[1], query.shape[2] ** -0.5 if scale is None else scale
+    page, factor = keys.shape[1], query.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
     scores = np.full((len(query), max(map(int, context_lens), default=0)), -np.inf)
     for b, length in enumerate(context_lens):
         for token in range(starts[b], starts[b + 1]):

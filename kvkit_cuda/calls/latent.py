@@ -98,7 +98,7 @@ def gathered(placed):
         PoolAttention(
             query, pool, pool[..., : call.value_dim], tables, counts, query_starts,
             layout="b n h c", key_scale=None, value_scale=None, alibi_slopes=None, return_lse=True,
-            scoring=Scoring(None, causal, False, call.scale),
+            scoring=Scoring(None, causal, False, call.softmax_scale),
         )
     )  # fmt: skip
     return whole._replace(weights=whole.weights._replace(sinks=sinks)), launches

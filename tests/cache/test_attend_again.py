@@ -164,8 +164,6 @@ class Scene:
         for _ in range(4):
             query, mask, options = self.options(most)
             given = dict(options)
-            if self.kind.latent:
-                given["scale"] = given.pop("softmax_scale")
             fresh = copy.deepcopy(self.cache)
             results = answer(self.cache, query, layer, mask, given)
             if results is None and (self.kind.window or self.kind.budget):

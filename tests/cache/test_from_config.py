@@ -94,7 +94,7 @@ def test_latent_rows_without_a_rotated_part(with_parts):
         scores[:, :, 0, 8] = -np.inf
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         expected = np.einsum("bhqn,bnc->bhqc", weights / weights.sum(-1, keepdims=True), stored)
-        np.testing.assert_allclose(layer.attend(query, scale=0.2), expected, atol=2e-5)
+        np.testing.assert_allclose(layer.attend(query, softmax_scale=0.2), expected, atol=2e-5)
     layer.remove(2, 4, close=True, rope="none")
     assert layer.stored_tokens == 7
     with pytest.raises(KvkitError, match="kpe: expected"):

@@ -70,8 +70,9 @@ def test_rows_are_attended_to_move_and_are_saved(kind, where, tmp_path):
     parts = query[..., : layer.latent_dim], query[..., layer.latent_dim :]
     padding = np.arange(13) >= np.array([[3], [0]])
     wanted = attended(stored, query, layer.latent_dim, padding[:, None, None])
-    np.testing.assert_allclose(cache.attend(parts, 0, padding, scale=SCALE), wanted, atol=1e-5)
-    output, lse = layer.attend(*parts, scale=SCALE, sinks=np.full(4, 0.5, np.float32), return_lse=True)
+    np.testing.assert_allclose(cache.attend(parts, 0, padding, softmax_scale=SCALE), wanted, atol=1e-5)
+    sinks = np.full(4, 0.5, np.float32)
+    output, lse = layer.attend(*parts, softmax_scale=SCALE, sinks=sinks, return_lse=True)
     share = 1 - np.exp(0.5 - lse.astype(np.float64))
     plain = attended(stored, query, layer.latent_dim)
     np.testing.assert_allclose(output, plain * share[..., None], atol=1e-5)
@@ -94,7 +95,7 @@ def test_rows_are_attended_to_move_and_are_saved(kind, where, tmp_path):
         other.crop(-2)
         wanted = attended(left[[0, 0, 1, 1]], query[[0, 0, 1, 1]], layer.latent_dim)
         other.repeat(2)
-        found = other.attend(tuple(part[[0, 0, 1, 1]] for part in parts), 0, scale=SCALE)
+        found = other.attend(tuple(part[[0, 0, 1, 1]] for part in parts), 0, softmax_scale=SCALE)
         np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
@@ -104,7 +105,7 @@ def test_many_rows_of_codes_are_decoded_in_pieces(monkeypatch):
     filled(cache, (50, 1))
     query = np.float32(0.2) * states(2, 4, 3, 512 + 64)  # scores as those of small heads
     monkeypatch.setattr("kvkit.cache.layers.latent.ROWS", 16)
-    found = layer.attend(query, scale=SCALE)
+    found = layer.attend(query, softmax_scale=SCALE)
     np.testing.assert_allclose(found, attended(layer.keys, query, 512), atol=1e-5)
 
 
@@ -119,7 +120,8 @@ def test_shifted_rows_are_rotated_behind_their_latent_part(dtype):
     query = states(2, 4, 1, LATENT + ROPE, dtype=dtype)
     wanted = attended(left, query, LATENT)
     atol = {2: 0.02, 4: 1e-5}[np.dtype(dtype).itemsize]
-    np.testing.assert_allclose(cache.attend((query,), 0, scale=SCALE).astype(np.float64), wanted, atol=atol)
+    found = cache.attend((query,), 0, softmax_scale=SCALE).astype(np.float64)
+    np.testing.assert_allclose(found, wanted, atol=atol)
     cache.flatten()
     np.testing.assert_allclose(cache.layers[0].keys.astype(np.float64), left, atol=atol)
     assert cache.layers[0].rope_shifts.tolist() == [[0, 7, 0]]
@@ -137,10 +139,10 @@ def test_chosen_rows_are_those_of_the_indexer():
     np.testing.assert_array_equal(chosen, best)
     heads = states(2, 5, 2, LATENT + ROPE)
     seen = (np.arange(15) == chosen[..., None]).any(axis=2)  # [B, q, rows]
-    found, lse = layer.attend(heads, scale=SCALE, indices=chosen, return_lse=True)
+    found, lse = layer.attend(heads, softmax_scale=SCALE, indices=chosen, return_lse=True)
     np.testing.assert_allclose(found, attended(rows, heads, LATENT, seen[:, None]), atol=1e-5)
     assert lse.shape == (2, 5, 2)
-    none = layer.attend(heads, scale=SCALE, indices=np.full((2, 2, 3), -1))
+    none = layer.attend(heads, softmax_scale=SCALE, indices=np.full((2, 2, 3), -1))
     assert not none.any()
     assert (layer.best_rows(query, weights, k=20) >= 0).sum(axis=2).tolist() == [[14, 15]] * 2
     cache.remove(0, 3)
@@ -153,12 +155,12 @@ def test_what_is_refused():
     for call, message in (
         (lambda: layer.update(latent[..., 1:], kpe), r"latent: expected shape \[B, 1, q, 32\]"),
         (lambda: layer.update(latent, kpe[:, :, 1:]), r"kpe: expected \(1, 1, 2, 8\) of float32"),
-        (lambda: layer.attend(latent, kpe, scale=0), "scale"),
+        (lambda: layer.attend(latent, kpe, softmax_scale=0), "softmax_scale"),
         (
-            lambda: layer.attend(latent[..., 1:], states(1, 1, 2, ROPE + 1), scale=1),
+            lambda: layer.attend(latent[..., 1:], states(1, 1, 2, ROPE + 1), softmax_scale=1),
             r"q_pe: expected .* 2, 8\)",
         ),
-        (lambda: layer.attend(latent, kpe, scale=1), "stored tokens"),
+        (lambda: layer.attend(latent, kpe, softmax_scale=1), "stored tokens"),
         (lambda: LatentLayer(format="int8:g64"), "expected None or ds_mla .`kvkit study` shows"),
         (lambda: LatentLayer(format="ds_v4"), "expected None or ds_mla .`kvkit study` shows"),
         (lambda: LatentLayer(32, 8, "ds_mla"), r"rows of 512 \+ 64, for ds_mla, got \(32, 8\)"),
@@ -179,8 +181,9 @@ def test_what_is_refused():
         indexed.layers[0].best_rows(states(2, 0, 2, INDEX), states(2, 0, 2))
     with pytest.raises(KvkitError, match="for the last update"):
         indexed.layers[0].update_index(states(2, 3, INDEX))
+    beyond = np.full((2, 1, 1), 4)
     with pytest.raises(KvkitError, match="numbers below 4"):
-        indexed.layers[0].attend(states(2, 1, 1, LATENT + ROPE), scale=1, indices=np.full((2, 1, 1), 4))
+        indexed.layers[0].attend(states(2, 1, 1, LATENT + ROPE), softmax_scale=1, indices=beyond)
     assert "index keys are rotated" in indexed.can("shift", 0, None, 3, rope=kvkit.Rope(ROPE))
     assert indexed.can("shift", 0, None, 3, rope="none") is None
     coded = Cache([LatentLayer(512, 64, "ds_mla")])

@@ -42,7 +42,7 @@ def test_a_batch_in_blocks_is_one_of_latent_layers(states, layout, tmp_path):
         query = states((batch, 4, 2, DIM), np.float32)
         parts = query[..., :LATENT], query[..., LATENT:]
         (own, lse), (wanted, wanted_lse) = (
-            each.layers[1].attend(*parts, scale=SCALE, sinks=np.ones(4, np.float32), return_lse=True)
+            each.layers[1].attend(*parts, softmax_scale=SCALE, sinks=np.ones(4, np.float32), return_lse=True)
             for each in caches
         )
         np.testing.assert_allclose(own, wanted, atol=2e-6)
@@ -87,7 +87,7 @@ def test_packed_sequences_are_attended_to_as_pages_of_a_pool(states, dtype):
                 found = step.attend(query, i, softmax_scale=SCALE)
                 wanted = kvkit.mla_attention(
                     query, cache.layers[i].key_cache, [seq.blocks for seq in (first, second)], lengths,
-                    [0, new[0], sum(new)], scale=SCALE, value_dim=LATENT,
+                    [0, new[0], sum(new)], softmax_scale=SCALE, value_dim=LATENT,
                 )  # fmt: skip
                 np.testing.assert_array_equal(found, wanted)
                 keys, values = step.gather(i)

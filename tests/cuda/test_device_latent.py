@@ -39,7 +39,7 @@ def scene(rng, element, heads, lengths, queries=None, dim=192, value_dim=128, pa
     query = rng.standard_normal((sum(queries), heads, dim)).astype(DTYPES[element])
     return {
         "query": query, "latent": pool, "block_tables": (starts, order), "context_lens": np.array(lengths),
-        "query_starts": np.cumsum([0, *queries]), "scale": dim**-0.5, "value_dim": value_dim,
+        "query_starts": np.cumsum([0, *queries]), "softmax_scale": dim**-0.5, "value_dim": value_dim,
         "return_lse": True, **more,
     }  # fmt: skip
 

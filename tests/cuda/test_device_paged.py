@@ -238,7 +238,8 @@ def test_latent_rows_of_two_pools_for_pairs_of_queries(rng, kind):
     rows = rng.standard_normal((3, 4, 576), np.float32)
     pool, _ = latent_scenes.pools(rows, kind)
     query = rng.standard_normal((3, 4, 576), np.float32)
-    more = {"scale": 0.05, "indices": np.array([[1, -1, 9], [3, 3, 0], [-1, -1, -1]]), "return_lse": True}
+    more = {"softmax_scale": 0.05, "return_lse": True}
+    more["indices"] = np.array([[1, -1, 9], [3, 3, 0], [-1, -1, -1]])
     more |= {"format": pool.get("format"), "sinks": np.arange(4, dtype=np.float32)}
     second = np.array([[2], [50], [-1]]), np.array([1, 1, 1])
     for lse_of_sinks in (True, False):
@@ -266,7 +267,8 @@ def test_rows_of_656_bytes_are_decoded_on_the_device(dtype, chosen, rng, monkeyp
     where = {"block_tables": [[2, 0], [1, -1], [-1, -1]], "context_lens": [7, 3, 0]}
     if chosen:
         where = {"indices": np.array([[11, -1, 0], [3, 3, 5], [-1, -1, -1]]), "index_lens": [3, 2, 3]}
-    call = where | {"scale": 0.05, "format": "ds_mla", "sinks": np.ones(2, np.float32), "return_lse": True}
+    call = where | {"softmax_scale": 0.05, "format": "ds_mla", "return_lse": True}
+    call["sinks"] = np.ones(2, np.float32)
     expected = kvkit.mla_attention(query, pool, **call)
     monkeypatch.setattr("kvkit_cuda.calls.latent.gather_rows", None)
     found = kvkit_cuda.mla_attention(Array(query), Array(pool), **call)

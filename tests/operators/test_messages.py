@@ -27,7 +27,9 @@ def test_no_contents_in_messages(op, name):
                 if not array.keyword or not array.optional}  # fmt: skip
     needed = {a.name for a in op.attributes if a.default is REQUIRED}
     attributes = {
-        name: value for name, value in {"num_heads": 2, "head_dim": 8, "scale": 1.0}.items() if name in needed
+        name: value
+        for name, value in {"num_heads": 2, "head_dim": 8, "softmax_scale": 1.0}.items()
+        if name in needed
     }
     for array in op.inputs:
         begin = time.perf_counter()

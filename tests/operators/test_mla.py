@@ -78,8 +78,8 @@ def test_pages(kind, dtype):
     for causal in (True, False):
         output, lse = expected(query, contexts, LATENT, causal)
         found = kvkit.mla_attention(
-            query, **pool, block_tables=tables, context_lens=lengths, query_starts=[0, 3, 4, 4], scale=SCALE,
-            is_causal=causal, return_lse=True,
+            query, **pool, block_tables=tables, context_lens=lengths, query_starts=[0, 3, 4, 4],
+            softmax_scale=SCALE, is_causal=causal, return_lse=True,
         )  # fmt: skip
         assert_close(found, output, lse, dtype)
 
@@ -95,7 +95,7 @@ def test_many_heads_read_a_block_once(heads, dtype, rng):
     sinks = rng.standard_normal(heads, F32)
     output, lse = expected(query, list(zip([2, 1, 1], rows, strict=True)), 16, True, sinks)
     found = kvkit.mla_attention(
-        query, pool, tables, lengths, [0, 2, 3, 4], scale=SCALE, value_dim=16, sinks=sinks,
+        query, pool, tables, lengths, [0, 2, 3, 4], softmax_scale=SCALE, value_dim=16, sinks=sinks,
         lse_of_sinks=dtype is BF16, return_lse=True,
     )  # fmt: skip
     lse = np.logaddexp(lse, sinks) if dtype is BF16 else lse
@@ -110,7 +110,7 @@ def test_chosen_rows(kind):
     lens = np.array([4, 4, 2, 4])
     more = {"latent": pool["latent"][::-1]} if kind == "one pool" else pool
     extra = np.array([[3, 2], [-1, 1], [0, 0], [-1, -1]])
-    called = {"scale": SCALE, "indices": indices, "index_lens": lens, "return_lse": True}
+    called = {"softmax_scale": SCALE, "indices": indices, "index_lens": lens, "return_lse": True}
     rows = [[5, 9, 5], [0, 3, 7], [1, 2], []]
     output, lse = expected(query, [(1, numbers[chosen]) for chosen in rows], LATENT, False)
     assert_close(kvkit.mla_attention(query, **pool, **called), output, lse, F32)
@@ -129,7 +129,7 @@ def test_several_heads_in_a_row(rng):
     """Each head of chosen rows, in one pool or two, is a cache of its own."""
     rows = rng.standard_normal((3, PAGE, 2, 576), F32)
     query = rng.standard_normal((2, 6, 576), F32)
-    more = {"scale": SCALE, "indices": [[5, -1, 40], [7, 7, 1]]}
+    more = {"softmax_scale": SCALE, "indices": [[5, -1, 40], [7, 7, 1]]}
     apart = [kvkit.mla_attention(query[:, 3 * i : 3 * i + 3], rows[:, :, i], **more) for i in range(2)]
     two = {"latent": rows[..., :LATENT], "rope_cache": rows[..., LATENT:]}
     for pool in ({"latent": rows}, two):
@@ -142,7 +142,8 @@ def test_sinks_and_their_lse(kind):
     pool, numbers, tables, lengths, query, slots = scene(kind, F32, 4, [1, 1, 1])
     sinks = np.array([0.5, -1, np.inf, -30], F32)
     called = {
-        "block_tables": tables, "context_lens": lengths, "scale": SCALE, "sinks": sinks, "return_lse": True,
+        "block_tables": tables, "context_lens": lengths, "softmax_scale": SCALE, "sinks": sinks,
+        "return_lse": True,
     }  # fmt: skip
     output, lse = expected(query, [(1, numbers[chosen]) for chosen in slots], LATENT, True, sinks)
     assert_close(kvkit.mla_attention(query, **pool, **called, lse_of_sinks=False), output, lse, F32)
@@ -159,14 +160,15 @@ def test_long_contexts_come_in_pieces(monkeypatch):
     output, lse = expected(query, contexts, LATENT, True, sinks)
     csr = np.array([0, 3, 5, 5]), np.array([4, 1, 7, 8, 0])
     for table in (tables, csr):
-        found = kvkit.mla_attention(query, **pool, block_tables=table, context_lens=lengths, scale=SCALE,
-                                    query_starts=[0, 3, 4, 4], sinks=sinks, return_lse=True)  # fmt: skip
+        found = kvkit.mla_attention(query, **pool, block_tables=table, context_lens=lengths,
+                                    softmax_scale=SCALE, query_starts=[0, 3, 4, 4], sinks=sinks,
+                                    return_lse=True)  # fmt: skip
         assert_close(found, output, np.logaddexp(lse, sinks), F32)
 
 
 def test_the_first_call_of_a_process_may_be_one_of_bytes():
     """What it needs is loaded by nothing else."""
-    call = "kvkit.mla_attention(ones, bytes, [[0]], [3], scale=1.0, format='ds_mla')"
+    call = "kvkit.mla_attention(ones, bytes, [[0]], [3], softmax_scale=1.0, format='ds_mla')"
     arrays = "ones, bytes = numpy.ones((1, 2, 576), 'f'), numpy.zeros((2, 4, 656), 'B')"
     script = f"import kvkit, numpy; {arrays}; print({call}.any())"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
@@ -180,7 +182,7 @@ def test_a_pool_without_blocks():
         {"latent": np.zeros((0, 64, 656), np.uint8), "format": "ds_mla"},
     ):
         places = {"block_tables": np.zeros((1, 0), np.int32), "context_lens": [0]}
-        output, lse = kvkit.mla_attention(query, **pool, **places, scale=1.0, return_lse=True)
+        output, lse = kvkit.mla_attention(query, **pool, **places, softmax_scale=1.0, return_lse=True)
         assert not output.any()
         assert (lse == -np.inf).all()
 
@@ -196,7 +198,8 @@ def test_the_specification_s_layer():
     cache = np.zeros((1, 3, 5), F32)
     kvkit.mla_append(c, r, cache, [0, 1, 2])
     query = absorbed, np.array([[[0, 1], [1, 0]]], F32)
-    called = {"block_tables": [[0]], "context_lens": [3], "scale": 0.5, "value_dim": 3, "return_lse": True}
+    called = {"block_tables": [[0]], "context_lens": [3], "value_dim": 3}
+    called |= {"softmax_scale": 0.5, "return_lse": True}
     latent, lse = kvkit.mla_attention(query, cache, **called)
     np.testing.assert_allclose(latent, [[[0.78495, -0.21505, 0.424598], [1.364175, 0.364175, 0]]], atol=1e-6)
     np.testing.assert_allclose(lse, [[2.104131, 2.551445]], atol=1e-6)
@@ -218,7 +221,7 @@ def test_append(kind):
     kvkit.mla_append(latent, rope, pool["latent"], [18, -1, 5], **kept)
     query = np.ones((1, 1, dim + ROPE), F32)
     for slot in (18, 5):
-        found = kvkit.mla_attention(query, **pool, indices=[[slot]], scale=1.0, value_dim=dim + ROPE)
+        found = kvkit.mla_attention(query, **pool, indices=[[slot]], softmax_scale=1.0, value_dim=dim + ROPE)
         np.testing.assert_array_equal(found[0, 0], [2] * dim + [3] * ROPE)
     changed = [(pool[name] != array) & ~np.isnan(array.astype(F32)) for name, array in before.items()]
     most = {"ds_v4": 584, "ds_mla": 656}.get(kind.partition(":")[0], dim + ROPE)
@@ -228,9 +231,9 @@ def test_append(kind):
 ONE = np.ones((1, 1, 576), F32)
 POOL = np.ones((2, 4, 576), F32)
 BYTES = np.zeros((2, 4, 656), np.uint8)
-PAGES = {"block_tables": [[0]], "context_lens": [3], "scale": 1.0}
+PAGES = {"block_tables": [[0]], "context_lens": [3], "softmax_scale": 1.0}
 REFUSED = {  # (query, latent, keywords, message) of attention
-    "scale": (ONE, POOL, PAGES | {"scale": 0.0}, "scale: expected a positive"),
+    "softmax_scale": (ONE, POOL, PAGES | {"softmax_scale": 0.0}, "softmax_scale: expected a positive"),
     "width": (ONE[..., :64], POOL, PAGES, "query: expected rows of 576 elements"),
     "heads": (ONE, POOL[:, :, None].repeat(2, 2), PAGES, "query: expected a multiple of 2 heads"),
     "pair": ((ONE,), POOL, PAGES, "query: expected an array, or a pair"),
@@ -260,7 +263,7 @@ REFUSED = {  # (query, latent, keywords, message) of attention
         ".*got 528 bytes .as of DeepSeek V4.1",
     ),
     "value": (ONE, POOL, PAGES | {"value_dim": 577}, "value_dim: expected an integer from"),
-    "no places": (ONE, POOL, {"scale": 1.0}, "block_tables: expected an array, or indices"),
+    "no places": (ONE, POOL, {"softmax_scale": 1.0}, "block_tables: expected an array, or indices"),
     "two places": (ONE, POOL, PAGES | {"indices": [[0]]}, "block_tables: expected None beside indices"),
     "page": (ONE, POOL, PAGES | {"block_tables": [[2]]}, "block_tables"),
     "page of bytes": (ONE, BYTES, PAGES | {"block_tables": [[2]], "format": "ds_mla"}, "block_tables"),
@@ -280,7 +283,12 @@ REFUSED = {  # (query, latent, keywords, message) of attention
         r"sinks: expected shape \(1,\)",
     ),
     "out": (ONE, POOL, PAGES | {"out": ONE}, r"out: expected shape \(1, 1, 512\)"),
-    "extra": (ONE, POOL, {"scale": 1.0, "indices": [[0]], "extra": POOL}, r"extra: expected \(latent, "),
+    "extra": (
+        ONE,
+        POOL,
+        {"softmax_scale": 1.0, "indices": [[0]], "extra": POOL},
+        r"extra: expected \(latent, ",
+    ),
 }
 ROWS = POOL[0, :, 64:], POOL[0, :, :64]  # four tokens
 REFUSED_APPENDS = {
@@ -318,12 +326,12 @@ def test_nan_and_queries_without_rows_are_kept_apart(rng):
     rows, extra = rng.standard_normal((2, 1, 3, 5)).astype(F32)
     rows[0, 1] = np.nan
     query = rng.standard_normal((1, 2, 5)).astype(F32)
-    size = {"scale": 0.5, "value_dim": 3}
+    size = {"softmax_scale": 0.5, "value_dim": 3}
     both = kvkit.mla_attention(query, rows, indices=[[0, 1]], extra=(extra, [[0, 1]], None), **size)
     assert np.isnan(both).all()
     sinks = np.full(2, -np.inf, F32)
     no_blocks, wide = np.zeros((0, 64 * 585), np.uint8), np.ones((1, 1, 512), F32)
-    assert not kvkit.mla_attention(wide, no_blocks, [[]], [0], scale=1.0, format="ds_v4").any()
+    assert not kvkit.mla_attention(wide, no_blocks, [[]], [0], softmax_scale=1.0, format="ds_v4").any()
     none = kvkit.mla_attention(query, extra, indices=[[-1]], sinks=sinks, lse_of_sinks=False, **size)
     np.testing.assert_array_equal(none, np.zeros_like(none))
 
@@ -412,7 +420,7 @@ def test_topk_rows_feed_attention(rng):
         is_causal=False,
     )  # fmt: skip
     np.testing.assert_allclose(
-        kvkit.mla_attention(query, latent, indices=rows, scale=SCALE), masked, atol=2e-5
+        kvkit.mla_attention(query, latent, indices=rows, softmax_scale=SCALE), masked, atol=2e-5
     )
 
 
@@ -430,7 +438,7 @@ def test_blocks_in_the_shape_that_flashmla_allocates(axes, padding, rng):
     shaped, written = (np.lib.stride_tricks.as_strided(each, shape, steps) for each in (memory, empty))
     query = rng.standard_normal((3, 16, 512)).astype(BF16)
     where = {"block_tables": [[1, 0]], "context_lens": [7], "query_starts": [0, 3]}
-    where |= {"scale": 0.05, "format": "ds_v4"}
+    where |= {"softmax_scale": 0.05, "format": "ds_v4"}
     expected = kvkit.mla_attention(query, memory[:, : 4 * 584], **where)
     np.testing.assert_array_equal(kvkit.mla_attention(query, shaped, **where), expected)
     kvkit.mla_append(rows[:, :448], rows[:, 448:], written, np.arange(8), format="ds_v4")

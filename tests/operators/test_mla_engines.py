@@ -80,7 +80,14 @@ def check_dense(rng, s_q, lengths, key_heads, all_heads=HEADS):
                      for a, context in zip(starts.tolist(), contexts, strict=False)]  # fmt: skip
             output, lse = map(np.concatenate, zip(*parts, strict=True))
             found, found_lse = kvkit.mla_attention(
-                query, pool, tables, lengths, starts, scale=576**-0.5, is_causal=causal, return_lse=True
+                query,
+                pool,
+                tables,
+                lengths,
+                starts,
+                softmax_scale=576**-0.5,
+                is_causal=causal,
+                return_lse=True,
             )
             found = found.astype(F32)
             assert_within(found, output, 8e-4, 2.01 / 128)
@@ -168,7 +175,7 @@ def test_sglang_s_sparse_cases(rng, case, kind):
 
     lens = draw_lengths(rng, batch, s_q, count, more["lens"]) if "lens" in more else None
     pool, indices, found = side(count, blocks, used[0], more.get("invalid", 0), lens)
-    called = {"scale": scale, "indices": indices, "index_lens": lens, "return_lse": True}
+    called = {"softmax_scale": scale, "indices": indices, "index_lens": lens, "return_lse": True}
     if "extra" in more:
         count, blocks = more["extra"]
         lens = draw_lengths(rng, batch, s_q, count, more["extra_lens"]) if "extra_lens" in more else None
@@ -207,7 +214,7 @@ def test_sglang_s_decoding(rng, batch):
     kvkit.mla_append(new[:, :512], new[:, 512:], rows, slots)
     assert (rows[slots, 0] == new).all()
     tables = np.arange(len(rows)).reshape(batch, length)
-    found = kvkit.mla_attention(query, rows, tables, [length] * batch, scale=576**-0.5).astype(float)
+    found = kvkit.mla_attention(query, rows, tables, [length] * batch, softmax_scale=576**-0.5).astype(float)
     for token, table in enumerate(tables):
         output, _ = dense(query[token : token + 1], rows[table].astype(F32), True)
         np.testing.assert_allclose(found[token], output[0], 1e-2, 1e-2)

@@ -108,7 +108,7 @@ def latent(kind, chosen=False):
     """Return attention of 3 queries of 2 sequences over 5 and 3 latent rows, or over chosen rows."""
     rng = np.random.default_rng(1)
     pool, numbers = latent_scenes.pools(rng.random((4, 4, 576), np.float32), kind)
-    inputs = {"query": rng.random((3, 2, numbers.shape[1]), np.float32), **pool, "scale": 0.1}
+    inputs = {"query": rng.random((3, 2, numbers.shape[1]), np.float32), **pool, "softmax_scale": 0.1}
     if chosen:
         inputs |= {
             "indices": np.array([[5, -1, 3], [0, 15, 99], [7, 7, 2]]),

@@ -84,7 +84,7 @@ def attend(cache):
             outputs += [array.copy() for array in layer.states.values()]
             continue
         latent = layer.latent_dim
-        width, scale = (latent + layer.rope_dim, {"scale": 0.1}) if latent else (DIM, {})
+        width, scale = (latent + layer.rope_dim, {"softmax_scale": 0.1}) if latent else (DIM, {})
         query = tokens(1, seed, 2 * HEADS, width, layer.batch_size)
         outputs += cache.attend(query, len(cache) - 1, return_lse=True, **scale)
     return outputs

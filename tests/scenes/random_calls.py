@@ -365,7 +365,8 @@ def latent(rng):
         parts["rope"] = numbers(tokens, width - parts["latent"].shape[1])
         pool = {"cache" if name == "latent" else name: array for name, array in pool.items()}
         return calls.Call("mla_append", parts | {"slot_mapping": slots} | pool)
-    call = {"query": numbers(tokens, heads, width), "scale": width**-0.5, "value_dim": min(width, 512)} | pool
+    call = {"query": numbers(tokens, heads, width), "value_dim": min(width, 512)} | pool
+    call["softmax_scale"] = width**-0.5
     if rng.random() < 0.4:
         chosen = rng.integers(-2, blocks * page + 2, (tokens, 7))
         call |= {"indices": chosen} | (

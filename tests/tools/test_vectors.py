@@ -347,7 +347,7 @@ def test_levels(log, capfd, level, lines, words):
 def test_calls_inside_a_call_are_not_logged(log, capfd):
     """Latent attention to chosen rows of two pools attends in parts and merges them."""
     log(1)
-    pool, more = np.ones((3, 4, 8), np.float32), {"scale": 1.0, "value_dim": 4}
+    pool, more = np.ones((3, 4, 8), np.float32), {"softmax_scale": 1.0, "value_dim": 4}
     kvkit.mla_attention(pool[:2], pool, indices=[[1], [2]], extra=(pool, [[3], [4]], None), **more)
     assert capfd.readouterr().err == "kvkit: mla_attention\n"
 

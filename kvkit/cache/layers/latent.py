@@ -55,7 +55,7 @@ class LatentLayer(DynamicLayer):
     >>> keys.shape, values.shape, layer.nbytes                   # values are the first elements of keys
     ((1, 1, 7, 576), (1, 1, 7, 512), 8064)
     >>> q_latent, q_pe = np.ones((1, 16, 1, 512), np.float16), np.ones((1, 16, 1, 64), np.float16)
-    >>> layer.attend(q_latent, q_pe, scale=192**-0.5).shape      # `mla_expand` makes head outputs of this
+    >>> layer.attend(q_latent, q_pe, softmax_scale=192**-0.5).shape    # `mla_expand` makes head outputs
     (1, 16, 1, 512)
     """
 
@@ -136,7 +136,7 @@ class LatentLayer(DynamicLayer):
         q_pe: Array | None = None,
         attn_mask: Array | None = None,
         *,
-        scale: float,
+        softmax_scale: float,
         sinks: Array | None = None,
         return_lse: bool = False,
     ) -> Attended:
@@ -150,7 +150,7 @@ class LatentLayer(DynamicLayer):
             The rotated part of queries.
         attn_mask, sinks, return_lse
             As in other layers.
-        scale : float
+        softmax_scale : float
             Factor of the scores, 1 / sqrt(size of an expanded head): 192 ** -0.5 for DeepSeek's 128 + 64.
 
         Returns
@@ -161,17 +161,18 @@ class LatentLayer(DynamicLayer):
             If ``return_lse``.
         """
         with self._lock:
-            query, scale = joined_query(q_latent, q_pe, self.rope_dim), positive_number("scale", scale)
-            return self._attend_to_rows(query, attn_mask, scale, sinks, return_lse)
+            query = joined_query(q_latent, q_pe, self.rope_dim)
+            softmax_scale = positive_number("softmax_scale", softmax_scale)
+            return self._attend_to_rows(query, attn_mask, softmax_scale, sinks, return_lse)
 
     def _attend_to_rows(
-        self, query: Array, mask: Array | None, scale: float, sinks: Array | None, return_lse: bool
+        self, query: Array, mask: Array | None, softmax_scale: float, sinks: Array | None, return_lse: bool
     ) -> Attended:
         """Attend with joined queries to all rows."""
         if self._codes is None:
-            scoring = Scoring(softmax_scale=scale, sinks=sinks)
+            scoring = Scoring(softmax_scale=softmax_scale, sinks=sinks)
             return self._attention(self, query, mask, scoring, return_lse)
-        output, lse = attend_to_codes(self, self._codes, query, mask, scale, sinks)
+        output, lse = attend_to_codes(self, self._codes, query, mask, softmax_scale, sinks)
         return (output, lse) if return_lse else output
 
     # Sizes and positions
@@ -264,7 +265,7 @@ class IndexedLayer(LatentLayer):
     >>> layer.update_index(states(1, 9, 4)).shape
     (1, 9, 4)
     >>> rows = layer.best_rows(states(1, 1, 2, 4), states(1, 1, 2), k=3)       # of one query with two heads
-    >>> layer.attend(states(1, 6, 1, 8), states(1, 6, 1, 4), scale=0.3, indices=rows).shape
+    >>> layer.attend(states(1, 6, 1, 8), states(1, 6, 1, 4), softmax_scale=0.3, indices=rows).shape
     (1, 6, 1, 8)
     """
 
@@ -355,7 +356,7 @@ class IndexedLayer(LatentLayer):
         q_pe: Array | None = None,
         attn_mask: Array | None = None,
         *,
-        scale: float,
+        softmax_scale: float,
         indices: ArrayLike | None = None,
         sinks: Array | None = None,
         return_lse: bool = False,
@@ -365,7 +366,9 @@ class IndexedLayer(LatentLayer):
         Numbers below 0 are ignored. With `indices` a mask is refused: leave out the rows that it would hide.
         """
         if indices is None:
-            return super().attend(q_latent, q_pe, attn_mask, scale=scale, sinks=sinks, return_lse=return_lse)
+            return super().attend(
+                q_latent, q_pe, attn_mask, softmax_scale=softmax_scale, sinks=sinks, return_lse=return_lse
+            )
         with self._lock:
             query = joined_query(q_latent, q_pe, self.rope_dim)
             if self.store is None:
@@ -380,8 +383,9 @@ class IndexedLayer(LatentLayer):
                 raise argument_error("indices", wanted, describe(chosen))
             slots = np.where(chosen < 0, -1, chosen + np.arange(batch)[:, None, None] * length)
             output, lse = kvkit.mla.mla_attention(
-                query.swapaxes(1, 2).reshape(batch * new, heads, -1), keys, scale=scale, sinks=sinks,
-                indices=slots.reshape(batch * new, -1), value_dim=self.latent_dim, return_lse=True,
+                query.swapaxes(1, 2).reshape(batch * new, heads, -1), keys, softmax_scale=softmax_scale,
+                sinks=sinks, indices=slots.reshape(batch * new, -1), value_dim=self.latent_dim,
+                return_lse=True,
             )  # fmt: skip
             output, lse = (x.reshape(batch, new, *x.shape[1:]).swapaxes(1, 2) for x in (output, lse))
             return (output, lse) if return_lse else output
@@ -432,7 +436,7 @@ def attend_to_codes(
     codes: LatentCodes,
     query: Array,
     mask: Array | None,
-    scale: float,
+    softmax_scale: float,
     sinks: Array | None,
 ) -> Pair:
     """Attend with queries [B, H, q, dim] to encoded rows; decode some thousands of rows at a time."""
@@ -454,8 +458,8 @@ def attend_to_codes(
         rows = codes.decode(layer.store.sides[0][:, 0, begin + first : begin + stop])[:, :, None]
         part = multi_head_attention(
             wide, rows, rows[..., : layer.latent_dim], None if mask is None else mask[..., first:stop],
-            num_heads=heads, head_dim=dim, num_kv_heads=1, is_causal=stop == count, softmax_scale=scale,
-            sinks=sinks if stop == count else None, return_lse=True,
+            num_heads=heads, head_dim=dim, num_kv_heads=1, is_causal=stop == count,
+            softmax_scale=softmax_scale, sinks=sinks if stop == count else None, return_lse=True,
         )  # fmt: skip
         flat = part[0].reshape(batch * new, heads, -1), part[1].reshape(batch * new, heads)
         merged = flat if merged is None else merge_attention_states(*zip(merged, flat, strict=True))

@@ -27,7 +27,7 @@ class PagedLatentLayer(PagedLayer):
     >>> keys.shape, values.shape, layer.nbytes, layer.key_cache.shape
     ((1, 1, 20, 576), (1, 1, 20, 512), 23040, (8, 16, 1, 576))
     >>> q_latent, q_pe = np.ones((1, 16, 1, 512), np.float16), np.ones((1, 16, 1, 64), np.float16)
-    >>> layer.attend(q_latent, q_pe, scale=192**-0.5).shape
+    >>> layer.attend(q_latent, q_pe, softmax_scale=192**-0.5).shape
     (1, 16, 1, 512)
     """
 
@@ -45,12 +45,12 @@ class PagedLatentLayer(PagedLayer):
         q_pe: Array | None = None,
         attn_mask: Array | None = None,
         *,
-        scale: float,
+        softmax_scale: float,
         sinks: Array | None = None,
         return_lse: bool = False,
     ) -> Attended:
         """Attend with absorbed queries of the last tokens, see `LatentLayer.attend`."""
         return super().attend(
             joined_query(q_latent, q_pe, self.rope_dim), attn_mask,
-            softmax_scale=positive_number("scale", scale), sinks=sinks, return_lse=return_lse,
+            softmax_scale=positive_number("softmax_scale", softmax_scale), sinks=sinks, return_lse=return_lse,
         )  # fmt: skip

@@ -168,7 +168,7 @@ def attend_latent(
             raise argument_error("attention_mask", "one that hides later tokens", "one that shows some")
     elif mask is not None and layer.row_positions is None:
         visible = mask = mask[:, None, None]
-    more = {"scale": options["softmax_scale"], "sinks": options["sinks"]}
+    more = {name: options[name] for name in ("softmax_scale", "sinks")}
     if indices is not None:
         rows = to_numpy("indices", indices)  # [B, q, K], of all rows
         if visible is not None:  # an index of -1 selects no row

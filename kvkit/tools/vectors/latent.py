@@ -67,7 +67,7 @@ def dense_attention(
     inputs["query_starts"] = np.arange(len(lengths) + 1) * queries
     inputs |= {"sinks": plain(rng, (heads,), FLOATS["fp32"])} if sinks else {}
     inputs |= {"rope_cache": pool.pop("rope_cache")} if two_pools else {}
-    return Call("mla_attention", inputs, {"scale": SCALE, "return_lse": True} | pool | more)
+    return Call("mla_attention", inputs, {"softmax_scale": SCALE, "return_lse": True} | pool | more)
 
 
 def sparse_attention(
@@ -100,7 +100,7 @@ def sparse_attention(
         second, others = side(3)
         counts = rng.integers(0, CHOSEN + 1, tokens).astype(np.int32) if lens else None
         inputs["extra"] = second["latent"], others, counts
-    return Call("mla_attention", inputs, {"scale": SCALE, "return_lse": True} | pool | more)
+    return Call("mla_attention", inputs, {"softmax_scale": SCALE, "return_lse": True} | pool | more)
 
 
 def append_rows(

@@ -18,6 +18,8 @@ from kvkit.runtime.call_log import FORMAT_VERSION, MANIFEST
 from kvkit.typed import Array, FilePath
 
 Case = dict[str, Any]  # a case of a manifest
+# {(operator, an argument's name in older packs): its name}
+OLDER_NAMES = {(each, "scale"): "softmax_scale" for each in ("mla_attention", "indexer_scores")}
 GROUPS = "arguments", "outputs", "after"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")  # names become file names
 
@@ -133,7 +135,8 @@ def array(folder: FilePath, entry: dict[str, Any], path: Path | None = None) -> 
 def arguments(folder: FilePath, case: Case) -> dict[str, Any]:
     """Load the arguments of a case by name; NAME.0, NAME.1 and so on become a tuple."""
     found: dict[str, Any] = {}
-    for name, entry in case["arguments"].items():
+    for stored, entry in case["arguments"].items():
+        name = OLDER_NAMES.get((case["operator"], stored), stored)
         value = array(folder, entry) if "file" in entry else plain(entry.get("value"))
         whole, _, number = name.partition(".")
         if number.isdecimal():
