@@ -67,7 +67,7 @@ def paged_attention(
         Numbers to add to the scores, float32 or of the dtype of `query`; or boolean: True may attend. Column
         j is position j of the token's own sequence; N is at least the longest context, or 1 for all columns.
     layout : str
-        The axes of one pool, outermost first: b pages, n tokens, h heads, c elements of a head. Without h
+        The axes of one pool, outermost first: b blocks, n tokens, h heads, c elements of a head. Without h
         there is one head, without n a page has one token. If there is an axis kv, as in ``"b kv n h c"``, one
         pool has keys (0) and values (1): pass it as both arguments, or as one with None for the other; or
         pass views of its halves and leave kv out of `layout`.

@@ -147,7 +147,7 @@ NAMED = MappingProxyType({
         ("TWO_X_NL_X_NBBS_NH_HS",),
     ),
     "sglang-mha-paged": Named(
-        "kv l | b n h c", "SGLang", "MHATokenToKVPool, pages apart", LMCACHE[2], "A", LISTS,
+        "kv l | b n h c", "SGLang", "MHATokenToKVPool, blocks apart", LMCACHE[2], "A", LISTS,
         ("TWO_X_NL_X_NB_BS_NH_HS",),
     ),
     "sglang-mla": Named(

@@ -71,7 +71,7 @@ ATTRIBUTES = {
         ),
         Attribute("cache_format", "'ND', or 'NZ': in groups of n0 elements, which are 32 bytes"),
         Attribute(
-            "layout", "axes of a pool, outermost first: b pages, n tokens, h heads, c elements, kv both"
+            "layout", "axes of a pool, outermost first: b blocks, n tokens, h heads, c elements, kv both"
         ),
         Attribute("scale", "factor of queries; None is dk ** -0.5", float),
         Attribute("value_dim", "elements of a latent row that are its value, the first ones"),
