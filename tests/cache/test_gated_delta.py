@@ -205,7 +205,7 @@ def test_wrong_layers():
     for sizes, message in (
         ((4, 8, 6, 55, 4), r"conv_channels: expected 2 \* key heads \* 8 \+ 24"),
         ((4, 8, 6, 24 + 48, 4), "conv_channels: expected .* key heads dividing 4, got 72"),
-        ((0, 8, 6, 56, 4), "heads: expected at least 1"),
+        ((0, 8, 6, 56, 4), "num_heads: expected at least 1"),
         ((4, 8, 6, 56, 9), "conv_width: expected an integer"),
     ):  # fmt: skip
         with pytest.raises(KvkitError, match=f"^{message}"):
