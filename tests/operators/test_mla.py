@@ -307,7 +307,7 @@ def test_rows_of_bytes_without_a_rope_are_stored_and_read_by_the_line_of_the_mes
         with pytest.raises(KvkitError, match=r"without a rope: rope=np.zeros\(\(3, 64\), latent.dtype\)"):
             kvkit.mla_append(latent, rope, cache, where, format="ds_mla")
     kvkit.mla_append(latent, np.zeros((3, 64), latent.dtype), cache, where, format="ds_mla")
-    query, places = latent[:, None], {"indices": [where] * 3, "scale": 0.1}
+    query, places = latent[:, None], {"indices": [where] * 3, "softmax_scale": 0.1}
     wide = query, np.zeros((3, 1, 64), query.dtype)
     got = kvkit.mla_attention(wide, cache, **places, format="ds_mla")
     rows = decode(encode(np.pad(latent, [(0, 0), (0, 64)]), "ds_mla"), "ds_mla")[None, :, :512]
@@ -455,7 +455,7 @@ def test_queries_of_8_bits(dtype, rng):
     """They are widened to bfloat16, which holds all of them, and the output is of it."""
     pool, _, tables, lengths, query, _ = scene("one pool", BF16, 4, (2, 1, 0))
     starts, query = np.array([0, 2, 3, 3]), query.astype(dtype)
-    where = {"block_tables": tables, "context_lens": lengths, "query_starts": starts, "scale": 0.1}
+    where = {"block_tables": tables, "context_lens": lengths, "query_starts": starts, "softmax_scale": 0.1}
     expected = kvkit.mla_attention(query.astype(BF16), **pool, **where)
     assert expected.dtype == BF16
     np.testing.assert_array_equal(kvkit.mla_attention(query, **pool, **where), expected)
