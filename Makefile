@@ -52,10 +52,11 @@ PYTEST := $(KEPT) OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --dist
 test: $(VENV)/kvkit.test
 	@$(BIN)/python -c "import numba_cuda"  # without which tests of its host's side would be left out
 	$(PYTEST) --backend simulator -m "not slow and not perf"
-	$(PYTEST) -m "not slow and not model and not transformers and not peers and not site and not perf"
+	$(PYTEST) --ignore tests/ptx -m "not slow and not model and not transformers and not peers and not site and not perf"
 
 # Test the code that kvkit_cuda makes for a GPU, without one: a machine that runs PTX, and a stand-in for the driver.
 test-cuda: $(VENV)/kvkit.test
+	$(PYTEST) -m "not slow and not perf" tests/ptx
 	$(PYTEST) --backend machine -m "not slow and not perf"
 	$(PYTEST) --backend stand_in -m "not slow and not perf"
 
@@ -113,7 +114,7 @@ test-all: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/kvkit.transformers $(VEN
 	$(PYTEST) --backend machine -m "not perf"
 	$(PYTEST) --backend stand_in -m "not perf"
 	$(PYTEST) --backend simulator -m "not perf"
-	$(PYTEST) --cov --cov-report=term -m "not site and not perf"
+	$(PYTEST) --thorough --cov --cov-report=term -m "not site and not perf"
 	$(KEPT) $(BIN)/python -m pytest -m perf
 
 # Test on a GPU. SANITIZER="compute-sanitizer --error-exitcode 1" looks for wrong accesses too.

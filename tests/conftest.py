@@ -49,16 +49,20 @@ def poison():
 def pytest_addoption(parser):
     about = "what runs the operators; `gpu` is a device, the others need none"
     parser.addoption("--backend", choices=backends.NAMES, default="cpu", help=about)
+    parser.addoption("--thorough", action="store_true", help="try all random examples, not a quarter of them")
 
 
 def pytest_configure(config):
     backends.use(config.getoption("backend"))
+    surroundings.thorough = config.getoption("thorough")
     if backends.name in backends.PLUGINS:
         config.pluginmanager.import_plugin(backends.PLUGINS[backends.name])
 
 
-def pytest_ignore_collect(collection_path):
+def pytest_ignore_collect(collection_path, config):
     name = collection_path.stem
+    if name.startswith("test_transformers") and "not transformers" in config.option.markexpr:
+        return True  # its import takes longer than that of all others
     return True if name.startswith("test_") and not backends.collects(name) else None
 
 

@@ -14,6 +14,7 @@ listed with the reason, and not counted. Waits of kernels on devices have mutant
 
 import argparse
 import ast
+import contextlib
 import hashlib
 import os
 import shutil
@@ -151,20 +152,33 @@ def tests_of(room):
     return options + [str(path.relative_to(HOUSE)) for paths in found for path in paths]
 
 
-def caught_by(house, mutant, room, seconds):
-    """Return what notices a mutant in a copy of the house: a test or a broken run; "" if nothing does."""
+@contextlib.contextmanager
+def broken(house, mutant):
+    """Break a line of a copy of the house for a while."""
     path, number, line, changed = mutant
-    lines = (house / path).read_text().splitlines(keepends=True)
+    before = (house / path).read_text()
+    lines = before.splitlines(keepends=True)
     assert lines[number - 1].rstrip("\n") == line
     lines[number - 1] = changed + "\n"
-    before = (house / path).read_text()
     (house / path).write_text("".join(lines))
     try:
-        done = tested(house, tests_of(room), seconds, "-x")
-    except subprocess.TimeoutExpired:
-        return f"nothing went on for {seconds} s"
+        yield
     finally:
         (house / path).write_text(before)
+
+
+def copy_house(house):
+    """Copy the checkout."""
+    shutil.copytree(HOUSE, house, ignore=shutil.ignore_patterns(".git", ".venv", "_build", "__pycache__"))
+
+
+def caught_by(house, mutant, room, seconds):
+    """Return what notices a mutant in a copy of the house: a test or a broken run; "" if nothing does."""
+    try:
+        with broken(house, mutant):
+            done = tested(house, tests_of(room), seconds, "-x")
+    except subprocess.TimeoutExpired:
+        return f"nothing went on for {seconds} s"
     if not done.returncode:
         return ""
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
@@ -191,7 +205,7 @@ def main():
     total = Counter()
     with tempfile.TemporaryDirectory() as folder:
         house = Path(folder) / "house"
-        shutil.copytree(HOUSE, house, ignore=shutil.ignore_patterns(".git", ".venv", "_build", "__pycache__"))
+        copy_house(house)
         for room in options.room or ROOMS:
             whole = tested(house, tests_of(room), options.seconds, "--collect-only")
             assert not whole.returncode, f"{room}: {whole.stdout}{whole.stderr}"

@@ -1,18 +1,11 @@
 """The house as CONTRIBUTING.md draws it, read from what files import: floors, no circles, nothing hidden."""
 
-import ast
-import functools
 import subprocess
 import sys
-from graphlib import TopologicalSorter
-from pathlib import Path
 
-import house
 import pytest
+from house import FILES, imported
 
-import kvkit
-
-HOUSE = Path(kvkit.__file__).parents[1]
 # From the ground up: a file imports what lies in lines above its own, or in its own room.
 FLOORS = (
     "errors typed version reference",  # 0
@@ -70,39 +63,6 @@ LATE = {
 }
 
 
-def name_of(path):
-    return ".".join(path.relative_to(HOUSE).with_suffix("").parts).removesuffix(".__init__")
-
-
-FILES = {
-    name_of(path): path
-    for package in ("kvkit", "kvkit_cuda", "cli")
-    for path in sorted((HOUSE / package).rglob("*.py"))
-}
-
-
-@functools.cache
-def imported(name):
-    """Yield (module, package that it is taken from, whether in a function) of a module's imports."""
-    nodes, found = house.walked(house.tree(FILES[name])), []
-    types = [node for node in nodes if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
-    of_types = {inner for node in types for inner in ast.walk(node)}
-    functions = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.Lambda))]
-    late = {inner for function in functions for inner in ast.walk(function)}
-    for node in nodes:
-        if node in of_types:
-            continue
-        if isinstance(node, ast.Import):
-            found += [(alias.name, alias.name, node in late) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name}: {ast.unparse(node)}"
-            base = node.module.replace("kvkit_cli", "cli", 1)
-            for alias in node.names:
-                inner = f"{base}.{alias.name}"
-                found.append((inner if inner in FILES else base, node.module, node in late))
-    return found
-
-
 def room(module):
     """Return the room of kvkit, or the other package, that a module is in."""
     package, _, rest = module.partition(".")
@@ -140,12 +100,6 @@ def test_the_reference_shares_nothing_with_the_package():
     assert {module for name in own for module, *_ in imported(name) if module in FILES} <= own
     assert packages <= {"kvkit", "numpy", "ml_dtypes"} | set(sys.stdlib_module_names)
     assert len(own) > 7
-
-
-def test_no_circles():
-    """Also where an import in a function would hide one."""
-    graph = {name: {module for module, *_ in imported(name) if module in FILES} for name in FILES}
-    assert len([*TopologicalSorter(graph).static_order()]) == len(FILES) > 100
 
 
 def test_imports_stand_at_the_top():

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from cell_model import Cells, exact
+from surroundings import budget
 
 from kvkit import KvkitError, Rope
 from kvkit.cache import (
@@ -225,7 +226,7 @@ SCENES = [(name, *scene) for name in KINDS for scene in scenes_of(name)]
 
 @pytest.mark.parametrize(("name", "rope", "mapped"), SCENES, ids=str)
 def test_each_call_of_attention_is_its_own(name, rope, mapped, tmp_path):
-    for seed in range(2):
+    for seed in range(budget(2)):
         scene = Scene(KINDS[name], rope, np.random.default_rng(seed))
         if mapped:
             scene.cache.offload(tmp_path / str(seed), only_non_sliding=False)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from surroundings import budget
 
 from kvkit import KvkitError, Rope
 from kvkit.files.model_config import read_entries
@@ -66,7 +67,7 @@ def lies(draw):
     return config
 
 
-@settings(max_examples=1500, deadline=None, derandomize=True)
+@settings(max_examples=budget(1500), deadline=None, derandomize=True)
 @given(lies())
 def test_a_lie_is_read_or_refused_by_name(config):
     """A believed configuration has sizes that are no nonsense."""
@@ -172,7 +173,7 @@ def text(value):
     return struct.pack("<Q", len(value)) + value.encode()
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=budget(400), deadline=None, derandomize=True)
 @given(headers())
 def test_a_lying_header_is_read_or_refused(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("header") / "a.gguf"

@@ -1,10 +1,17 @@
-"""Surround arrays with memory full of NaN or 0xFF, and measure how fast Python is here."""
+"""Surround arrays with memory full of NaN or 0xFF, measure Python's pace, and say how much to try."""
 
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+
+thorough = False  # set by `pytest --thorough`
+
+
+def budget(count):
+    """Return how many of `count` random examples a test tries: all in thorough runs, else a quarter."""
+    return count if thorough else -(-count // 4)
 
 
 def pace():
