@@ -207,6 +207,8 @@ class BaseLayer(MovableTokens):
     ----------
     window : int or None
         How many tokens a query attends to, itself included; None for all.
+    chunk_size : int or None
+        How many tokens a chunk has, in which alone its tokens attend; None without chunks.
     takes_window : bool
         Whether `attend` has a ``window`` argument.
     latent_dim : int
@@ -219,6 +221,7 @@ class BaseLayer(MovableTokens):
 
     _lock: LayerLock
     window: int | None = None
+    chunk_size: int | None = None
     takes_window = False
     why_kept: str | None = None  # why `compress` does not change the layer; None if it does
     of: int | None = None  # the number of the layer whose rows a `SharedLayer` reads

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 from kvkit.cache.caches import Cache
+from kvkit.cache.layers.chunked import ChunkedLayer, StaticChunkedLayer
 from kvkit.cache.layers.dynamic import DynamicLayer, StaticLayer
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.layers.quant_spec import QuantSpec
@@ -26,6 +27,7 @@ def layer_makers(
     window: int | None,
     full: Callable[[], Layer],
     sliding: Callable[[], Layer],
+    chunked: Callable[[], Layer],
 ) -> tuple[Callable[[], Layer] | None, list[Callable[[], Layer]]]:
     """Return functions that make layers: (one for further layers, or None; a list of one for each layer).
 
@@ -42,14 +44,15 @@ def layer_makers(
     if isinstance(layer_types, str) or not isinstance(layer_types, Iterable):
         raise argument_error("layer_types", "the type of each layer", describe(layer_types))
     layer_types = tuple(layer_types)
-    makers = {"full_attention": full, "sliding_attention": sliding} | dict.fromkeys(STATES, StateLayer)
+    local = {"sliding_attention": sliding, "chunked_attention": chunked}
+    makers = {"full_attention": full} | local | dict.fromkeys(STATES, StateLayer)
     for i, name in enumerate(layer_types):
         if not isinstance(name, str) or name not in makers:
             raise argument_error(f"layer_types[{i}]", " or ".join(makers), describe(name))
     if num_layers not in (None, len(layer_types)):
         raise argument_error("layer_types", f"{num_layers} types (num_layers)", len(layer_types))
-    if window is None and "sliding_attention" in layer_types:
-        raise argument_error("window", "a window for the sliding layers", "None")
+    if window is None and not local.keys().isdisjoint(layer_types):
+        raise argument_error("window", "a window for the sliding layers, or the size of chunks", "None")
     return None, [makers[name] for name in layer_types]
 
 
@@ -61,10 +64,11 @@ class DynamicCache(Cache):
     num_layers : int, optional
         The number of layers; if None, each is made when it is first used.
     layer_types : sequence of str, optional
-        The type of each layer: "full_attention", "sliding_attention", or "linear_attention" or "conv" for a
-        `StateLayer`.
+        The type of each layer: "full_attention", "sliding_attention", "chunked_attention" for a
+        `ChunkedLayer`, or "linear_attention" or "conv" for a `StateLayer`.
     window : int, optional
-        Window W of the sliding layers; without ``layer_types`` all layers are sliding.
+        Window W of the sliding layers, or the tokens of a chunk; without ``layer_types`` all layers are
+        sliding.
     offload : path, optional
         A folder to keep the layers in, see `offload`.
     rope : Rope, "none" or list of them, optional
@@ -89,8 +93,8 @@ class DynamicCache(Cache):
         offload: FilePath | None = None,
         rope: Any = None,
     ) -> None:
-        sliding = functools.partial(SlidingWindowLayer, window)  # type: ignore[arg-type]  # or refused
-        kind, layers = layer_makers(num_layers, layer_types, window, DynamicLayer, sliding)
+        local = (functools.partial(kind, window) for kind in (SlidingWindowLayer, ChunkedLayer))
+        kind, layers = layer_makers(num_layers, layer_types, window, DynamicLayer, *local)
         self._make_layer = kind if num_layers is None else None
         super().__init__((make() for make in layers), offload=offload, rope=rope)
 
@@ -141,8 +145,11 @@ class StaticCache(Cache):
         rope: Any = None,
     ) -> None:
         full = functools.partial(StaticLayer, max_cache_len)
-        sliding = functools.partial(StaticSlidingWindowLayer, max_cache_len, window)  # type: ignore[arg-type]
-        _, layers = layer_makers(integer("num_layers", num_layers, 0), layer_types, window, full, sliding)
+        local = (
+            functools.partial(kind, max_cache_len, window)
+            for kind in (StaticSlidingWindowLayer, StaticChunkedLayer)
+        )
+        _, layers = layer_makers(integer("num_layers", num_layers, 0), layer_types, window, full, *local)
         super().__init__((make() for make in layers), offload=offload, rope=rope)
 
 
@@ -188,8 +195,8 @@ class QuantizedCache(Cache):
         rope: Any = None,
     ) -> None:
         full = functools.partial(QuantizedLayer, key, value, residual_length, sink, read_back)
-        sliding = functools.partial(SlidingWindowLayer, window)  # type: ignore[arg-type]  # or refused
-        kind, layers = layer_makers(num_layers, layer_types, window, full, sliding)
+        local = (functools.partial(kind, window) for kind in (SlidingWindowLayer, ChunkedLayer))
+        kind, layers = layer_makers(num_layers, layer_types, window, full, *local)
         full()  # raises now if an argument is wrong
         self._make_layer = kind if num_layers is None else None
         super().__init__((make() for make in layers), offload=offload, rope=rope)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvkit.cache.caches import Cache
+from kvkit.cache.layers.chunked import ChunkedLayer
 from kvkit.cache.layers.dynamic import DynamicLayer
 from kvkit.cache.layers.latent import IndexedLayer, LatentLayer
 from kvkit.cache.layers.layer import Layer
@@ -18,7 +19,7 @@ from kvkit.models.description import KINDS, LayerShape
 from kvkit.rope import NO_ROTATION, Rope
 from kvkit.typed import FilePath
 
-MADE = "full, window, latent, state, conv, both, shared, none"
+MADE = "full, window, chunk, latent, state, conv, both, shared, none"
 
 
 def from_config(config: Any, *, rope: Any = None, offload: FilePath | None = None) -> Cache:
@@ -70,6 +71,8 @@ def layer_of(shape: LayerShape, number: int, shapes: tuple[LayerShape, ...]) -> 
     kind = shape.kind
     if kind in ("state", "conv"):
         return StateLayer()
+    if kind == "chunk" and shape.window is not None:
+        return ChunkedLayer(shape.window)
     if kind == "latent":
         row = LatentLayer(shape.latent_dim, shape.key_dim - shape.latent_dim)
         return IndexedLayer(row, shape.index_dim) if shape.index_dim else row

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from attention_scenes import TOLERANCE, assert_near
-from cache_model import KINDS, Model, arrays_of, tokens_of
+from cache_model import KINDS, WINDOWS, Model, arrays_of, tokens_of
 from folder_scenes import full_disk
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -24,9 +24,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from kvkit.cache import (
     Cache,
     CapacityError,
+    ChunkedLayer,
     DynamicLayer,
     PagedCache,
     SlidingWindowLayer,
+    StaticChunkedLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
     load,
@@ -45,6 +47,8 @@ def cache_of(kind, window, dtype):
         "sliding": lambda: SlidingWindowLayer(window),
         "static": lambda: StaticLayer(MAX),
         "static sliding": lambda: StaticSlidingWindowLayer(MAX, window),
+        "chunked": lambda: ChunkedLayer(window),
+        "static chunked": lambda: StaticChunkedLayer(MAX, window),
     }
     return (
         PagedCache(1500, 4, 1, HEADS, DIMS[1], dtype, cache_layout=window % 4)
@@ -62,7 +66,7 @@ class Operations(RuleBasedStateMachine):
     @initialize(window=st.integers(1, 9), dtype=st.sampled_from(DTYPES), batch=st.integers(1, 3))
     def begin(self, window, dtype, batch):
         kind = "dynamic" if self.kind == "paged" else self.kind
-        self.model = Model(kind, window if "sliding" in kind else None, MAX)
+        self.model = Model(kind, window if kind in WINDOWS else None, MAX)
         self.dims = DIMS if kind == self.kind else DIMS[1:] * 2
         self.room = Path(tempfile.mkdtemp())
         self.folder, self.folders = self.room / "0", 0
@@ -205,10 +209,10 @@ class Operations(RuleBasedStateMachine):
         if self.queries:
             self.attend(1)
 
-    @precondition(lambda self: self.kind in ("sliding", "paged"))
+    @precondition(lambda self: self.kind in ("sliding", "chunked", "paged"))
     @rule()
     def record(self):
-        self.model.recording = self.kind == "sliding"  # blocks keep the past anyhow
+        self.model.recording = self.kind != "paged"  # blocks keep the past anyhow
         self.cache.activate_past_recording()
 
     @precondition(lambda self: len(self.model) and self.layer.keys is not None)
@@ -283,7 +287,7 @@ class Operations(RuleBasedStateMachine):
     @rule()
     def lack_room(self):
         calls = [lambda: self.cache.repeat(2), lambda: self.cache.select([0] * (self.batch + 1))]
-        if self.kind in ("dynamic", "sliding"):
+        if self.kind in ("dynamic", "sliding", "chunked"):
             calls.append(lambda: self.cache.update(*self.new(80), 0))
         for call in calls:
             with (

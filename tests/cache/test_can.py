@@ -6,6 +6,7 @@ import pytest
 from kvkit import KvkitError, Rope
 from kvkit.cache import (
     Cache,
+    ChunkedLayer,
     DynamicLayer,
     IndexedLayer,
     LatentLayer,
@@ -16,6 +17,7 @@ from kvkit.cache import (
     SharedLayer,
     SlidingWindowLayer,
     StateLayer,
+    StaticChunkedLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
@@ -27,6 +29,8 @@ KINDS = {
     "static": lambda: StaticLayer(40),
     "window": lambda: SlidingWindowLayer(6),
     "static window": lambda: StaticSlidingWindowLayer(40, 6),
+    "chunks": lambda: ChunkedLayer(6),
+    "static chunks": lambda: StaticChunkedLayer(40, 6),
     "codes": lambda: QuantizedLayer(*CODES, 4, 2),
     "channels": lambda: QuantizedLayer(QuantSpec(4, group=4), QuantSpec(4, group=4), 4, 2),
     "latent": lambda: LatentLayer(8, 8),
@@ -38,7 +42,7 @@ KINDS = {
 ALONE = [[kind] for kind in KINDS if kind != "shared"]
 MIXED = [
     ["dynamic", "window"], ["dynamic", "state"], ["codes", "window", "state"], ["latent", "state"],
-    ["dynamic", "shared"], ["window", "shared", "static window"], ["codes", "channels"],
+    ["dynamic", "shared"], ["chunks", "shared", "static window"], ["codes", "channels"],
     ["static", "static window"],
 ]  # fmt: skip
 

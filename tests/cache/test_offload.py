@@ -103,7 +103,7 @@ def test_a_closed_cache_that_was_kept_is_opened_with_its_bits(kind, tmp_path):
     open_folder = PagedCache.open if kind.startswith("paged") else Cache.open
     with open_folder(tmp_path, keep=False) as again:
         assert again.folder == tmp_path
-        assert mapped(again) or "sliding" in kind
+        assert mapped(again) or again.layers[0].window is not None
         for expected, got in zip(operations(memory), operations(again), strict=True):
             assert bits(got[1]) == bits(expected[1]), got[0]
     assert (tmp_path / "cache.npz").read_bytes() == kept

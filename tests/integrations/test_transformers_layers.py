@@ -11,7 +11,7 @@ from transformers_scenes import SIZES, expected, generated, prompt
 
 import kvkit.cache
 from kvkit import KvkitError
-from kvkit.cache import IndexedLayer, LatentLayer, SharedLayer, StateLayer
+from kvkit.cache import ChunkedLayer, IndexedLayer, LatentLayer, SharedLayer, StateLayer
 from kvkit.cache.paged.latent import PagedLatentLayer
 from kvkit.integrations.transformers import KvkitCache, pending
 
@@ -80,6 +80,13 @@ MODELS = {
         SharedLayer,
     ),
     "Gemma4Text": ({**SHARED, "global_head_dim": 16}, SharedLayer),
+    "Llama4Text": (
+        {
+            **FOUR, "head_dim": 8, "intermediate_size_mlp": 16, "num_local_experts": 2,
+            "attention_chunk_size": 6, "no_rope_layers": [1, 0, 1, 1],
+        },
+        ChunkedLayer,
+    ),
 }  # fmt: skip
 ATTENTIONS = "kvkit", "sdpa"
 
@@ -103,7 +110,9 @@ def test_greedy_tokens_of_a_padded_batch(name):
         assert {layer.get_seq_length() for layer in cache.cache.layers} == {9 + 13}
 
 
-@pytest.mark.parametrize("name", ["DeepseekV3", "DeepseekV32", "Gemma4Text", "Jamba", "FalconH1"])
+@pytest.mark.parametrize(
+    "name", ["DeepseekV3", "DeepseekV32", "Gemma4Text", "Jamba", "FalconH1", "Llama4Text"]
+)
 def test_attention_reads_in_place(name, monkeypatch):
     def arrays(self):
         raise AssertionError("an array of the context")
@@ -115,7 +124,7 @@ def test_attention_reads_in_place(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["DeepseekV3", "DeepseekV32", "Qwen3Next", "FalconH1", "Gemma3nText", "Lfm2"]
+    "name", ["DeepseekV3", "DeepseekV32", "Qwen3Next", "FalconH1", "Gemma3nText", "Lfm2", "Llama4Text"]
 )
 def test_beams_copies_and_files(name, tmp_path):
     net, inputs = model(name), prompt(9, 5)
@@ -156,7 +165,7 @@ def test_latent_rows_in_pages(name, tmp_path):
         assert torch.equal(generated(net, "kvkit", later, other, max_new_tokens=7), wanted)
 
 
-@pytest.mark.parametrize("name", ["DeepseekV3", "Gemma4Text"])
+@pytest.mark.parametrize("name", ["DeepseekV3", "Gemma4Text", "Llama4Text"])
 def test_assisted_decoding(name):
     net, inputs = model(name), prompt(12)
     wanted = expected(net, inputs)
@@ -187,6 +196,8 @@ CACHES = {
     "latent pages": ("DeepseekV3", {"kind": "paged", "num_blocks": 64, "page_size": 4}),
     "indexed": ("DeepseekV32", {}),
     "shared": ("Gemma4Text", {}),
+    "chunks": ("Llama4Text", {}),
+    "static chunks": ("Llama4Text", {"kind": "static", "max_cache_len": 40}),
     "states": ("Qwen3Next", {}),
     "states beside": ("FalconH1", {}),
     "pages and states": ("Qwen3Next", {"kind": "paged", "num_blocks": 64, "page_size": 4}),
@@ -211,7 +222,7 @@ def test_padding_beams_and_crop(kind):
     assert torch.equal(found.sequences, expected(net, inputs, **beams).sequences)
 
     cache = KvkitCache(net.config, **options)
-    if kind == "shared":
+    if kind in ("shared", "chunks"):
         cache.activate_past_recording()  # so that windows can go back
     generated(net, "kvkit", inputs, cache)
     if cache.is_croppable:

@@ -8,7 +8,8 @@ import numpy as np
 
 from kvkit.reference import attention as attention_reference
 
-KINDS = "dynamic", "sliding", "static", "static sliding"
+KINDS = "dynamic", "sliding", "chunked", "static", "static sliding", "static chunked"
+WINDOWS = tuple(kind for kind in KINDS if kind.endswith(("sliding", "chunked")))
 
 
 def tokens_of(keys, values):
@@ -29,11 +30,12 @@ def arrays_of(tokens, like):
 
 
 class Model:
-    """Models a layer of one of the four kinds."""
+    """Models a layer of one of the kinds. A chunked one stores as one with a window of that size."""
 
     def __init__(self, kind, window=None, max_cache_len=None):
         self.kind, self.max_cache_len, self.recording = kind, max_cache_len, False
-        self.window = min(window, max_cache_len) if kind == "static sliding" else window
+        self.window = min(window, max_cache_len) if kind in WINDOWS and "static" in kind else window
+        self.chunk = window if "chunked" in kind else None
         self.seen, self.stored = [], 0
 
     def __len__(self):
@@ -44,9 +46,9 @@ class Model:
 
     def keeps(self):
         """Return how many tokens stay without recording; None for all."""
-        return {"sliding": lambda: self.window - 1, "static sliding": lambda: self.window}.get(
-            self.kind, lambda: None
-        )()
+        if self.kind not in WINDOWS:
+            return None
+        return self.window if "static" in self.kind else self.window - 1
 
     def sizes(self, new):
         """Return (kv_length, kv_offset), by the specification's table."""
@@ -55,7 +57,7 @@ class Model:
             return n + new, 0
         if self.kind == "static":
             return self.max_cache_len, 0
-        if self.kind == "sliding":
+        if self.kind in ("sliding", "chunked"):
             return (n + new, 0) if n < w else (w - 1 + new, n - w + 1)
         if n + new <= w:
             return w, 0
@@ -64,7 +66,7 @@ class Model:
     def update(self, tokens):
         """Append tokens; return the tokens that an update returns, with zeros for missing ones at the end."""
         old = self.last(self.stored)
-        whole = self.kind == "static sliding" and len(self) + len(tokens) <= self.window
+        whole = self.kind in WINDOWS and "static" in self.kind and len(self) + len(tokens) <= self.window
         if self.window is not None and len(self) >= self.window and not whole:
             old = old[len(old) - (self.window - 1) :]
         self.seen += tokens
@@ -89,7 +91,7 @@ class Model:
             return RuntimeError
         self.stored -= n - left
         del self.seen[left:]
-        if self.kind == "sliding":
+        if self.kind in ("sliding", "chunked"):
             self.stored = min(self.stored, self.window - 1)
         return None
 
@@ -110,7 +112,9 @@ class Model:
         keys, values = arrays_of(self.seen, self.seen[0])
         output = np.zeros((*query.shape[:3], values.shape[3]))
         lse = np.zeros(query.shape[:3])
-        window = (-1, -1) if self.window is None else (self.window - 1, -1)
+        window = (-1, -1) if self.window is None or self.chunk else (self.window - 1, -1)
+        if self.chunk:
+            mask = self.in_chunks(query, mask)
         for b in range(query.shape[0]):
             one, two = attention_reference.attend_sequence(
                 query[b].swapaxes(0, 1), keys[b].swapaxes(0, 1), values[b].swapaxes(0, 1),
@@ -118,3 +122,16 @@ class Model:
             )  # fmt: skip
             output[b], lse[b] = one.swapaxes(0, 1), two.swapaxes(0, 1)
         return output, lse
+
+    def in_chunks(self, query, mask):
+        """Return a mask that also hides what is in another chunk; chunks count from a row's first token."""
+        batch, heads, new, _ = query.shape
+        count = len(self)
+        mask = np.ones((batch, heads, new, count), np.bool_) if mask is None else mask.copy()
+        for b in range(batch):
+            begins = int(np.argmax(mask[b, 0, 0])) if mask[b].any() else 0
+            for i in range(new):
+                for j in range(count):
+                    own = (count - new + i - begins) // self.chunk == (j - begins) // self.chunk
+                    mask[b, :, i, j] &= own
+        return mask

@@ -7,10 +7,12 @@ from quantized_cache_scenes import OPTIONS
 
 from kvkit.cache import (
     Cache,
+    ChunkedLayer,
     DynamicLayer,
     PagedCache,
     QuantizedLayer,
     SlidingWindowLayer,
+    StaticChunkedLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
@@ -19,8 +21,10 @@ from kvkit.runtime.arrays import ALIGNED
 LAYERS = {
     "dynamic": DynamicLayer,
     "sliding": lambda: SlidingWindowLayer(4),
+    "chunked": lambda: ChunkedLayer(4),
     "static": lambda: StaticLayer(12),
     "static sliding": lambda: StaticSlidingWindowLayer(12, 4),
+    "static chunked": lambda: StaticChunkedLayer(12, 4),
     "quantized": lambda: QuantizedLayer(**OPTIONS),
     "paged": lambda: PagedCache(16, 4, 1, 3, 8, np.float16),
 }

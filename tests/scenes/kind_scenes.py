@@ -4,6 +4,7 @@ import numpy as np
 
 from kvkit.cache import (
     Cache,
+    ChunkedLayer,
     DynamicCache,
     DynamicLayer,
     IndexedLayer,
@@ -14,6 +15,7 @@ from kvkit.cache import (
     SharedLayer,
     SlidingWindowLayer,
     StateLayer,
+    StaticChunkedLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
@@ -42,8 +44,10 @@ def paged(**options):
 KINDS = {
     "dynamic": lambda: DynamicCache(1, rope="none"),
     "sliding": lambda: Cache([SlidingWindowLayer(6)], rope="none"),
+    "chunked": lambda: Cache([ChunkedLayer(6)], rope="none"),
     "static": lambda: Cache([StaticLayer(80)], rope="none"),
     "static sliding": lambda: Cache([StaticSlidingWindowLayer(80, 6)], rope="none"),
+    "static chunked": lambda: Cache([StaticChunkedLayer(80, 6)], rope="none"),
     "quantized": lambda: Cache([QuantizedLayer(*CODES, 4, 2)], rope="none"),
     "by channel": lambda: Cache([QuantizedLayer(BY_CHANNEL, CODES[1], 4, 2)], rope="none"),
     "rotated": lambda: Cache([QuantizedLayer(TURNED, TURNED, 4, 2)], rope="none"),

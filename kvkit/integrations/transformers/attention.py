@@ -202,7 +202,10 @@ def attend_states(
         keys, values = to_numpy("key", key), to_numpy("value", value)
     else:
         layer_options = None
-        if causal or query.shape[2] == 1:  # a single query is the last token and sees all keys anyway
+        if has_causality and stored.layer.chunk_size:  # with padding, chunks begin elsewhere in each row
+            if shows_chunks(stored.layer, mask):
+                return attend_in_place(stored, queries, None, options)
+        elif causal or query.shape[2] == 1:  # a single query is the last token and sees all keys anyway
             layer_options = window_options(stored.layer, sliding_window, window)
         if layer_options is not None:
             return attend_in_place(stored, queries, mask, options | layer_options)
@@ -271,6 +274,16 @@ def check_moved(layer: Any, attention_mask: torch.Tensor | None, position_ids: t
         if not bool((last == length - 1).all()):
             wanted = f"{length - 1} for the last new token, the next position of the cache"
             raise argument_error("position_ids", wanted, int(last[last != length - 1][0]))
+
+
+def shows_chunks(layer: Any, mask: Array) -> bool:
+    """Return whether a mask [B, 1, q, keys] shows each query its chunk, as the layer does without a mask."""
+    if mask.dtype != np.bool_ or mask.shape[1] != 1:
+        return False
+    queries = np.arange(layer.span.length - mask.shape[2], layer.span.length)[:, None]
+    keys = np.arange(layer.span.begin, layer.span.length)
+    visible = (keys <= queries) & (keys >= queries // layer.chunk_size * layer.chunk_size)
+    return mask.shape[3] == len(keys) and bool((mask == visible).all())
 
 
 def window_options(layer: Any, sliding_window: int | None, window: tuple[int, int]) -> dict[str, Any] | None:

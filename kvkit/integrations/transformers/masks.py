@@ -61,6 +61,7 @@ def attention_mask(
     """
     aligned = q_offset + q_length == kv_offset + kv_length  # False if unused keys follow
     in_chunks = local_size is not None and getattr(config, "attention_chunk_size", None) is not None
+    in_chunks = in_chunks and q_offset + q_length > local_size  # type: ignore[operator]  # more than one
     padded = attention_mask is not None and not bool(attention_mask.all())
     slices_masks = bool(getattr(config, "num_kv_shared_layers", 0))  # Gemma 4 takes rows of a mask by query
     if not allow_is_causal_skip or not aligned or in_chunks or (slices_masks and padded and q_length > 1):

@@ -20,7 +20,7 @@ from kvkit.errors import argument_error
 LAYER_TYPES = {  # {type of a layer in transformers: the type that kvkit makes}
     "full_attention": "full_attention",
     "sliding_attention": "sliding_attention",
-    "chunked_attention": "sliding_attention",  # the mask hides other chunks
+    "chunked_attention": "chunked_attention",
     "indexed_attention": "full_attention",
     "linear_attention": "linear_attention",
     "conv": "conv",
