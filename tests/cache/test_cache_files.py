@@ -129,6 +129,7 @@ def test_every_kind_is_saved():
 
     assert len(FILED) == len(KINDS) + 7  # quantized ones; the others have tests of their own
     more = LatentLayer(), IndexedLayer(LatentLayer()), RaggedLayer(), GatedDeltaLayer(2, 4, 4, 16, 4)
+    more += kvkit.cache.ChunkedLayer(4), kvkit.cache.StaticChunkedLayer(20, 4)
     saved = (*four_layers(), QuantizedLayer(), SharedLayer(0), StateLayer(), *more)
     assert {type(layer) for layer in saved} == set(FILED.values())
 

@@ -11,10 +11,11 @@ from kvkit.cache import IndexedLayer, LatentLayer, from_config, load
 from kvkit.models.configuration import read_layers
 
 CASES = json.loads((Path(__file__).parents[1] / "models" / "sizes.json").read_text())
-NO_LAYER = {"Llama-4-Scout": "chunk", "V4, 4 layers": "compressed", "DeepSeek-V4-Flash": "compressed",
+NO_LAYER = {"V4, 4 layers": "compressed", "DeepSeek-V4-Flash": "compressed",
             "DeepSeek-V4-Pro": "compressed"}  # fmt: skip
 NAMES = {
     "full": "DynamicLayer", "window": "SlidingWindowLayer", "latent": "LatentLayer", "state": "StateLayer",
+    "chunk": "ChunkedLayer",
     "conv": "StateLayer", "both": "DynamicLayer", "shared": "SharedLayer", "none": "SharedLayer",
 }  # fmt: skip
 

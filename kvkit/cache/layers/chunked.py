@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.cache.layers.attention import checked_mask, checked_query, hidden_from
+from kvkit.cache.layers.attention import LayerAttention, checked_mask, checked_query, hidden_from
 from kvkit.cache.layers.positions import Piece
 from kvkit.cache.layers.sliding import SlidingWindowLayer, StaticSlidingWindowLayer
 from kvkit.checks.arguments import Scoring
@@ -48,7 +48,7 @@ class ChunkedLayer(SlidingWindowLayer):
         return {"chunk_size": self.chunk_size}
 
     def _attend(self, *arguments: Any) -> Attended:
-        return attend_in_chunks(self, *arguments)
+        return attend_in_chunks(self, self._attention, *arguments)
 
 
 class StaticChunkedLayer(StaticSlidingWindowLayer):
@@ -79,7 +79,7 @@ class StaticChunkedLayer(StaticSlidingWindowLayer):
         return {"max_cache_len": self.max_cache_len, "chunk_size": self.chunk_size}
 
     def _attend(self, *arguments: Any) -> Attended:
-        return attend_in_chunks(self, *arguments)
+        return attend_in_chunks(self, self._attention, *arguments)
 
 
 class ChunkView:
@@ -104,7 +104,13 @@ class ChunkView:
 
 
 def attend_in_chunks(
-    layer: Any, query: Array, mask: Array | None, scoring: Scoring, return_lse: bool, wants_weights: bool
+    layer: Any,
+    attend: LayerAttention,
+    query: Array,
+    mask: Array | None,
+    scoring: Scoring,
+    return_lse: bool,
+    wants_weights: bool,
 ) -> Attended:
     """Attend with the queries of each chunk to the rows of that chunk, see `Layer.attend`."""
     span, size = layer.span, layer.chunk_size
@@ -133,7 +139,7 @@ def attend_in_chunks(
         if own is not None:
             own = own[:, :, queries if own.shape[2] > 1 else slice(None), columns]
         view = ChunkView(layer, begin, end)
-        attended = layer._attention(view, query[:, :, queries], own, scoring, return_lse, wants_weights)
+        attended = attend(view, query[:, :, queries], own, scoring, return_lse, wants_weights)
         *results, last_result = attended if isinstance(attended, tuple) else (attended,)
         if wants_weights:
             key_weights[:, :, columns] += last_result
