@@ -26,8 +26,7 @@ def layer_makers(
     layer_types: Sequence[str] | None,
     window: int | None,
     full: Callable[[], Layer],
-    sliding: Callable[[], Layer],
-    chunked: Callable[[], Layer],
+    local: Sequence[Callable[..., Layer]] = (SlidingWindowLayer, ChunkedLayer),
 ) -> tuple[Callable[[], Layer] | None, list[Callable[[], Layer]]]:
     """Return functions that make layers: (one for further layers, or None; a list of one for each layer).
 
@@ -38,20 +37,21 @@ def layer_makers(
         integer("window", window, 1)
     if num_layers is not None:
         num_layers = integer("num_layers", num_layers, 0)
+    sliding, chunked = (functools.partial(make, window) for make in local)
     if layer_types is None:
         kind = full if window is None else sliding
         return kind, [kind] * (num_layers or 0)
     if isinstance(layer_types, str) or not isinstance(layer_types, Iterable):
         raise argument_error("layer_types", "the type of each layer", describe(layer_types))
     layer_types = tuple(layer_types)
-    local = {"sliding_attention": sliding, "chunked_attention": chunked}
-    makers = {"full_attention": full} | local | dict.fromkeys(STATES, StateLayer)
+    with_window = {"sliding_attention": sliding, "chunked_attention": chunked}
+    makers = {"full_attention": full} | with_window | dict.fromkeys(STATES, StateLayer)
     for i, name in enumerate(layer_types):
         if not isinstance(name, str) or name not in makers:
             raise argument_error(f"layer_types[{i}]", " or ".join(makers), describe(name))
     if num_layers not in (None, len(layer_types)):
         raise argument_error("layer_types", f"{num_layers} types (num_layers)", len(layer_types))
-    if window is None and not local.keys().isdisjoint(layer_types):
+    if window is None and not with_window.keys().isdisjoint(layer_types):
         raise argument_error("window", "a window for the sliding layers, or the size of chunks", "None")
     return None, [makers[name] for name in layer_types]
 
@@ -93,8 +93,7 @@ class DynamicCache(Cache):
         offload: FilePath | None = None,
         rope: Any = None,
     ) -> None:
-        local = (functools.partial(kind, window) for kind in (SlidingWindowLayer, ChunkedLayer))
-        kind, layers = layer_makers(num_layers, layer_types, window, DynamicLayer, *local)
+        kind, layers = layer_makers(num_layers, layer_types, window, DynamicLayer)
         self._make_layer = kind if num_layers is None else None
         super().__init__((make() for make in layers), offload=offload, rope=rope)
 
@@ -145,11 +144,10 @@ class StaticCache(Cache):
         rope: Any = None,
     ) -> None:
         full = functools.partial(StaticLayer, max_cache_len)
-        local = (
-            functools.partial(kind, max_cache_len, window)
-            for kind in (StaticSlidingWindowLayer, StaticChunkedLayer)
-        )
-        _, layers = layer_makers(integer("num_layers", num_layers, 0), layer_types, window, full, *local)
+        local = [
+            functools.partial(kind, max_cache_len) for kind in (StaticSlidingWindowLayer, StaticChunkedLayer)
+        ]
+        _, layers = layer_makers(integer("num_layers", num_layers, 0), layer_types, window, full, local)
         super().__init__((make() for make in layers), offload=offload, rope=rope)
 
 
@@ -195,8 +193,7 @@ class QuantizedCache(Cache):
         rope: Any = None,
     ) -> None:
         full = functools.partial(QuantizedLayer, key, value, residual_length, sink, read_back)
-        local = (functools.partial(kind, window) for kind in (SlidingWindowLayer, ChunkedLayer))
-        kind, layers = layer_makers(num_layers, layer_types, window, full, *local)
+        kind, layers = layer_makers(num_layers, layer_types, window, full)
         full()  # raises now if an argument is wrong
         self._make_layer = kind if num_layers is None else None
         super().__init__((make() for make in layers), offload=offload, rope=rope)

@@ -127,7 +127,9 @@ def attend_in_chunks(
         wanted = f"queries of the last tokens, whose chunks {layer.name} still stores"
         raise argument_error("query", wanted, f"{new} queries after {span.length} tokens")
     borders = [*range(start, last + 1, size), span.length]
-    if np.unique(offsets % size).size > 1:  # a mask says where the chunks of each row begin
+    if (
+        mask is not None and np.unique(offsets % size).size > 1
+    ):  # a mask says where the chunks of each row begin
         begins = chunk_begin(np.arange(first, first + new), offsets[:, None], size)  # [B, q]
         visible = begins[:, None, :, None] <= np.arange(span.begin, span.length)
         mask, borders = hidden_from(mask, visible), [start, span.length]
@@ -135,14 +137,14 @@ def attend_in_chunks(
     key_weights = np.zeros((batch, heads, span.length - span.begin), np.float32)
     for begin, end in itertools.pairwise(borders):
         begin, queries = max(begin, 0), slice(max(begin - first, 0), max(end - first, 0))
-        columns, own = slice(begin - span.begin, end - span.begin), mask
+        keys, own = slice(begin - span.begin, end - span.begin), mask
         if own is not None:
-            own = own[:, :, queries if own.shape[2] > 1 else slice(None), columns]
+            own = own[:, :, queries if own.shape[2] > 1 else slice(None), keys]
         view = ChunkView(layer, begin, end)
         attended = attend(view, query[:, :, queries], own, scoring, return_lse, wants_weights)
         *results, last_result = attended if isinstance(attended, tuple) else (attended,)
         if wants_weights:
-            key_weights[:, :, columns] += last_result
+            key_weights[:, :, keys] += last_result
         parts.append(results if wants_weights else [*results, last_result])
     joined = [
         np.concatenate([side.swapaxes(1, 2) for side in sides], 1).swapaxes(1, 2)

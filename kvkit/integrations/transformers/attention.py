@@ -202,7 +202,9 @@ def attend_states(
         keys, values = to_numpy("key", key), to_numpy("value", value)
     else:
         layer_options = None
-        if has_causality and stored.layer.chunk_size:  # with padding, chunks begin elsewhere in each row
+        if (
+            mask is not None and has_causality and stored.layer.chunk_size
+        ):  # with padding, chunks begin elsewhere in each row
             if shows_chunks(stored.layer, mask):
                 return attend_in_place(stored, queries, None, options)
         elif causal or query.shape[2] == 1:  # a single query is the last token and sees all keys anyway
