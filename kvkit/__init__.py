@@ -7,6 +7,7 @@
     paged_attention, paged_append, swap_blocks, paged_plan    work on engines' pools; plans are PagedPlan
     mla_attention, mla_append, mla_absorb, mla_expand, mla_scale    work on latent caches (MLA)
     indexer_scores, topk_rows     choose the rows that sparse attention reads
+    compress_tokens, compressed_slots, rope_back    pool tokens into the rows of DeepSeek V4
     gated_delta_step, gated_delta_rule, gated_delta_replay, delta_gates, causal_conv, causal_conv_update
                                   compute the recurrent states of GDN and KDA layers
 
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from kvkit import layouts as layouts
     from kvkit import tools as tools
     from kvkit.cache import DynamicCache, PagedCache, QuantizedCache, StaticCache, load
+    from kvkit.compressed import compress_tokens, compressed_slots, rope_back
     from kvkit.indexer import indexer_scores, topk_rows
     from kvkit.mla import mla_absorb, mla_append, mla_attention, mla_expand, mla_scale
     from kvkit.recurrent import (
@@ -68,16 +70,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DeviceError", "DynamicCache", "KvkitError", "PagedCache", "PagedPlan", "QuantizedCache", "Rope",
-    "StaticCache", "__version__", "alibi_mask", "alibi_slope", "ascend", "causal_conv",
-    "causal_conv_update", "check", "convert", "delta_gates", "diff", "draw", "dynamic_batching",
-    "gated_delta_replay", "gated_delta_rule", "gated_delta_step", "indexer_scores", "inspect",
-    "key_value_cache", "load", "merge_attention_states", "mla_absorb", "mla_append", "mla_attention",
-    "mla_expand", "mla_scale", "multi_head_attention", "multi_head_cache_attention", "paged_append",
-    "paged_attention", "paged_plan", "rotary_position_embedding", "size", "study", "swap_blocks", "topk_rows",
+    "StaticCache", "__version__", "alibi_mask", "alibi_slope", "ascend", "causal_conv", "causal_conv_update",
+    "check", "compress_tokens", "compressed_slots", "convert", "delta_gates", "diff", "draw",
+    "dynamic_batching", "gated_delta_replay", "gated_delta_rule", "gated_delta_step", "indexer_scores",
+    "inspect", "key_value_cache", "load", "merge_attention_states", "mla_absorb", "mla_append",
+    "mla_attention", "mla_expand", "mla_scale", "multi_head_attention", "multi_head_cache_attention",
+    "paged_append", "paged_attention", "paged_plan", "rope_back", "rotary_position_embedding", "size",
+    "study", "swap_blocks", "topk_rows",
 ]  # fmt: skip
 # {name: the module that has it, or is it}; these are imported on first use
 ROOMS = "cache", "eviction", "files", "formats", "integrations", "layouts", "tools"
 MODULES = {"Rope": "kvkit.rope", "indexer_scores": "kvkit.indexer", "topk_rows": "kvkit.indexer"}
+MODULES |= dict.fromkeys(("compress_tokens", "compressed_slots", "rope_back"), "kvkit.compressed")
 MODULES |= {name: "kvkit.mla" for name in __all__ if name.startswith("mla_")}
 MODULES |= {name: "kvkit.recurrent" for name in __all__ if name.split("_")[0] in ("causal", "delta", "gated")}
 CACHES = "DynamicCache", "PagedCache", "QuantizedCache", "StaticCache", "load"

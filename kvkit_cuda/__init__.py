@@ -10,11 +10,11 @@ from kvkit_cuda.mirror import on_device
 
 __all__ = [
     "DeviceError", "KvkitError", "PagedPlan", "__version__", "alibi_mask", "alibi_slope", "ascend",
-    "causal_conv", "causal_conv_update", "delta_gates", "dynamic_batching", "gated_delta_replay",
-    "gated_delta_rule", "gated_delta_step", "indexer_scores", "key_value_cache", "merge_attention_states",
-    "mla_absorb", "mla_append", "mla_attention", "mla_expand", "multi_head_attention",
-    "multi_head_cache_attention", "paged_append", "paged_attention", "paged_plan",
-    "rotary_position_embedding", "swap_blocks", "topk_rows",
+    "causal_conv", "causal_conv_update", "compress_tokens", "compressed_slots", "delta_gates",
+    "dynamic_batching", "gated_delta_replay", "gated_delta_rule", "gated_delta_step", "indexer_scores",
+    "key_value_cache", "merge_attention_states", "mla_absorb", "mla_append", "mla_attention", "mla_expand",
+    "multi_head_attention", "multi_head_cache_attention", "paged_append", "paged_attention", "paged_plan",
+    "rope_back", "rotary_position_embedding", "swap_blocks", "topk_rows",
 ]  # fmt: skip
 
 key_value_cache = on_device("key_value_cache", mirror.BITS)
@@ -30,6 +30,9 @@ mla_absorb = on_device("mla_absorb", mirror.ON_THE_CPU)
 mla_expand = on_device("mla_expand", mirror.ON_THE_CPU)
 indexer_scores = on_device("indexer_scores", mirror.ON_THE_CPU)
 topk_rows = on_device("topk_rows", mirror.ON_THE_CPU)
+compress_tokens = on_device("compress_tokens", mirror.ON_THE_CPU)
+compressed_slots = on_device("compressed_slots", mirror.ON_THE_CPU)
+rope_back = on_device("rope_back", mirror.ON_THE_CPU)
 gated_delta_step = on_device("gated_delta_step", mirror.SUMS, mirror.STEPS_OF_STATES)
 gated_delta_rule = on_device("gated_delta_rule", mirror.ON_THE_CPU)
 gated_delta_replay = on_device("gated_delta_replay", mirror.ON_THE_CPU)

@@ -18,6 +18,8 @@ __all__ = [
     "ascend",
     "causal_conv",
     "causal_conv_update",
+    "compress_tokens",
+    "compressed_slots",
     "delta_gates",
     "dynamic_batching",
     "gated_delta_replay",
@@ -35,6 +37,7 @@ __all__ = [
     "paged_append",
     "paged_attention",
     "paged_plan",
+    "rope_back",
     "rotary_position_embedding",
     "swap_blocks",
     "topk_rows",
@@ -77,6 +80,16 @@ def causal_conv_update(
     x: Array, weight: Array, bias: Array | None = None, *, state: Array,
     state_indices: Array | None = None, activation: str | None = "silu", out: Array | None = None,
     stream: object = None
+) -> Array: ...
+def compress_tokens(
+    kv: Array, gate: Array, ape: Array, state: Array, *, ratio: SupportsIndex, overlap: bool,
+    norm_weight: Array, positions: Array | None = None, starts: Array | None = None,
+    state_indices: Array | None = None, rope: Rope | Mapping[str, Any] | None = None, eps: float = 1e-06,
+    out: tuple[Array, Array] | None = None, stream: object = None
+) -> tuple[Array, Array]: ...
+def compressed_slots(
+    positions: Array, block_tables: Array, page_size: SupportsIndex, *, ratio: SupportsIndex,
+    sequence_of_token: Array | None = None, out: Array | None = None, stream: object = None
 ) -> Array: ...
 def delta_gates(
     a: Array, b: Array, a_log: Array, dt_bias: Array, *, kind: str = "gdn",
@@ -174,6 +187,10 @@ def paged_plan(
     block_tables: Array | tuple[Array, Array], context_lens: Array, query_starts: Array | None = None, *,
     page_size: SupportsIndex, into: object = None, stream: object = None
 ) -> PagedPlan: ...
+def rope_back(
+    output: Array, positions: Array, rope: Rope | Mapping[str, Any], *, out: Array | None = None,
+    stream: object = None
+) -> Array: ...
 def rotary_position_embedding(
     query: Array, key: Array, start_pos: SupportsIndex, pad_len: Array | None = None, *,
     rotary_dim: int = 0, interleaved: bool = True, cos: Array | None = None, sin: Array | None = None,

@@ -20,7 +20,7 @@ FLOORS = (
     "cpu",  # 4
     "calls rope",  # 5
     "ascend static dynamic_batching paged planned_pages merge",
-    "mla indexer recurrent",
+    "mla indexer recurrent compressed",
     "__init__",
     "files eviction",  # 6
     "cache",

@@ -316,6 +316,33 @@ class ReplayArguments(NamedTuple):
     state_layout: str
 
 
+class CompressArguments(NamedTuple):
+    """The arguments of `compress_tokens`."""
+
+    kv: Array
+    gate: Array
+    ape: Array
+    state: Array
+    ratio: SupportsIndex
+    overlap: bool
+    norm_weight: Array
+    positions: ArrayLike | None
+    starts: ArrayLike | None
+    state_indices: ArrayLike | None
+    rope: Any  # a `Rope` or None
+    eps: float
+
+
+class SlotArguments(NamedTuple):
+    """The arguments of `compressed_slots`."""
+
+    positions: ArrayLike
+    block_tables: ArrayLike
+    page_size: SupportsIndex
+    ratio: SupportsIndex
+    sequence_of_token: ArrayLike | None
+
+
 class ConvArguments(NamedTuple):
     """The arguments of `causal_conv` and `causal_conv_update`."""
 

@@ -47,6 +47,12 @@ GATES = (
 )
 CONVOLVED = Output("output", "that of x", "that of x", "convolved inputs")
 INPUTS = Output("state", "that of x", "(N or slots, C, K-1)", "the last inputs of each sequence")
+COMPRESSED = (
+    Output("rows", "float32", "(rows, D)", "the rows that these tokens finish"),
+    Output("row_of_token", "int64", "(T)", "the row that a token finishes in its sequence, or -1"),
+)
+COMPRESSED_SLOTS = Output("slots", "int64", "(T)", "where a token's row lies; -1: it finishes none")
+ROTATED_BACK = Output("rotated", "that of output", "(T, H, D)", "outputs without the rotation of values")
 TABLE = (
     Operator("key_value_cache", "PMX KeyValueCache", key_value("B, start_pos+S")),
     Operator("multi_head_attention", "PMX MultiHeadAttention", attention("B, S", "Dv", keys="M"),
@@ -67,6 +73,11 @@ TABLE = (
     Operator("mla_expand", "DeepSeek-V2, multi-head latent attention", (EXPANDED,)),
     Operator("indexer_scores", "DeepSeek-V3.2, lightning indexer", (SCORES,), arrays.OF_INDEXER),
     Operator("topk_rows", "DeepSeek-V3.2, selection of rows", (ROWS,), arrays.CHOSEN),
+    Operator("compress_tokens", "DeepSeek-V4, compressor of CSA and HCA layers", COMPRESSED,
+             arrays.OF_COMPRESSION),
+    Operator("compressed_slots", "DeepSeek-V4, slots of compressed rows", (COMPRESSED_SLOTS,),
+             arrays.OF_COMPRESSED_SLOTS),
+    Operator("rope_back", "DeepSeek-V4, rotation of outputs", (ROTATED_BACK,), arrays.ROTATED_BACK),
     Operator("gated_delta_step", "the gated delta rule: Qwen3-Next, Kimi Linear", (STEPPED,),
              arrays.OF_DELTA_RULE),
     Operator("gated_delta_rule", "the gated delta rule; ONNX LinearAttention", RUN, arrays.OF_DELTA_RULE),

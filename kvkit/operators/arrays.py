@@ -257,6 +257,29 @@ OF_CONVOLUTION: Own = {
     "starts": OF_DELTA_RULE["starts"],
     "state_indices": SLOTS,
 }  # fmt: skip
+OF_COMPRESSION: Own = {
+    "kv": ArgumentEntry(FLOATS, "projected tokens"),
+    "gate": ArgumentEntry(FLOATS, "raw scores of tokens"),
+    "ape": ArgumentEntry(FLOATS, "added to scores, by position modulo ratio"),
+    "norm_weight": ArgumentEntry(FLOATS, "factors of the normed row"),
+    "state": ArgumentEntry(
+        FLOATS[:1], "the last tokens, kv and score, which change in place", ("(N or slots, ring, 2, E)",)),
+    "positions": ArgumentEntry(INDEX, "consecutive positions of tokens", ("(T)",)),
+    "starts": OF_DELTA_RULE["starts"],
+    "state_indices": SLOTS,
+    "rope": None,
+}  # fmt: skip
+OF_COMPRESSED_SLOTS: Own = {
+    "positions": ArgumentEntry(INDEX, "positions of tokens; -1: padding", ("(T)",)),
+    "block_tables": ArgumentEntry(INDEX, "pages of each sequence's compressed rows", ("(B, M)",)),
+    "page_size": ArgumentEntry(INDEX, "rows of a page"),
+    "sequence_of_token": ArgumentEntry(INDEX, "the sequence of each token", ("(T)",)),
+}
+ROTATED_BACK: Own = {
+    "output": ArgumentEntry(FLOATS, "outputs of attention"),
+    "positions": ArgumentEntry(INDEX, "positions of queries", ("(T)",)),
+    "rope": None,
+}
 CHOSEN: Own = {"page_size": ArgumentEntry(INDEX, "tokens of a block of the latent cache")}
 CHANGED = "cache", "scale", "target", "state"
 CHANGED_WITHOUT_OUTPUTS = "key_cache", "value_cache", "rope_cache"  # by operators that have no outputs

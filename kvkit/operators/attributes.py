@@ -62,7 +62,7 @@ ATTRIBUTES = {
         Attribute("bypass_key", "copy keys as they are"),
         Attribute("max_position_embeddings", "end of a sequence beyond which 'dynamic' scales"),
         Attribute("scaling_type", "'linear' (slower positions), 'dynamic' (larger theta) or ''"),
-        Attribute("rope", "how keys are rotated first: the arguments of kvkit.Rope by name", dict),
+        Attribute("rope", "how keys or rows are rotated: the arguments of kvkit.Rope by name", dict),
         Attribute("scaling_factor", "how much 'linear' or 'dynamic' scales"),
         Attribute(
             "compress_type",
@@ -87,6 +87,9 @@ ATTRIBUTES = {
         Attribute("kind", "'gdn': decays of heads, 'kda': of channels"),
         Attribute("lower_bound", "bound of g; softplus has none", float),
         Attribute("double_beta", "beta is twice the sigmoid"),
+        Attribute("ratio", "tokens of a window, which become a row"),
+        Attribute("overlap", "a row also pools the tokens of the window before", bool),
+        Attribute("eps", "added to the mean of squares", float),
         Attribute("activation", "'silu' or None", str),
         Attribute("empty_window", "what KVHEAD keeps if wins is 0: 'copy' all, 'skip' none"),
     )

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from kvkit.reference import alibi, ascend, attention, cache, latent, paged, positions, recurrent
+from kvkit.reference import alibi, ascend, attention, cache, compressed, latent, paged, positions, recurrent
+from kvkit.reference.compressed import compress_tokens as compress_tokens
+from kvkit.reference.compressed import compressed_attention as compressed_attention
 
-MODULES = alibi, ascend, attention, cache, latent, paged, positions, recurrent
+MODULES = alibi, ascend, attention, cache, compressed, latent, paged, positions, recurrent
 
 
 def path_of(module: ModuleType, name: str) -> str:

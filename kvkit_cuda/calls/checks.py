@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvkit.checks import arguments, index_tensors, latent, paged, positions, recurrent, slots
+from kvkit.checks import arguments, compressed, index_tensors, latent, paged, positions, recurrent, slots
 from kvkit.checks.ascend import blocks, matrices, tensors
 from kvkit.checks.ascend.attention import BlockAttentionCall, checked_block_attention
 from kvkit.checks.ascend.reshape import checked_reshape
@@ -324,6 +324,15 @@ CHECKED_BY_THE_CPU: dict[str, Callable[[Values], object]] = {
     "mla_expand": lambda values: latent.checked_expand(values["latent_output"], values["w_uv"]),
     "indexer_scores": lambda values: checked_scores(fill(arguments.IndexerArguments, values)),
     "topk_rows": lambda values: checked_choice(fill(arguments.ChoiceArguments, values)),
+    "compress_tokens": lambda values: compressed.checked_compress(
+        fill(arguments.CompressArguments, values, rope=as_rope(values["rope"]))
+    ),
+    "compressed_slots": lambda values: compressed.checked_compressed_slots(
+        fill(arguments.SlotArguments, values)
+    ),
+    "rope_back": lambda values: compressed.checked_rotation_back(
+        values["output"], values["positions"], as_rope(values["rope"])
+    ),
     "gated_delta_step": lambda values: delta_step(values, None),
     "gated_delta_rule": lambda values: recurrent.checked_prompt(
         fill(arguments.DeltaArguments, values), fill(arguments.PromptArguments, values)

@@ -26,11 +26,8 @@ def test_no_contents_in_messages(op, name):
     required = {array.name: np.zeros((2, 2, 2, 8), np.float32) for array in op.inputs
                 if not array.keyword or not array.optional}  # fmt: skip
     needed = {a.name for a in op.attributes if a.default is REQUIRED}
-    attributes = {
-        name: value
-        for name, value in {"num_heads": 2, "head_dim": 8, "softmax_scale": 1.0}.items()
-        if name in needed
-    }
+    some = {"num_heads": 2, "head_dim": 8, "softmax_scale": 1.0, "ratio": 2, "overlap": False, "rope": {}}
+    attributes = {name: value for name, value in some.items() if name in needed}
     for array in op.inputs:
         begin = time.perf_counter()
         with pytest.raises(KvkitError) as caught:

@@ -34,6 +34,7 @@ OUT_OF_RANGE = {
     "state_layout": ["kv", "", "KVQ"], "rule": ["delta_gated", ""], "chunk": [0, -1, 257],
     "return_capsule": [1, -1, 2**70], "kind": ["", "GDN"], "activation": ["relu", "", "SiLU"],
     "norm_eps": [0.0, -1e-6], "lower_bound": [0.0, 5.0],
+    "ratio": [0, -1, 2**70], "eps": [0.0, -1e-6],
     "value_dim": [0, -1, 577], "format": ["q8_0", "ds_mla:floor"],
 }  # fmt: skip
 # Numbers that are legal, but not with these arrays.
@@ -166,6 +167,7 @@ FREE = {
     "latent append of bytes": {"cache": (0, 1)}, "absorb": {"query": (0,), "w_uk": (2,)},
     "expand": {"latent_output": (0,), "w_uv": (1,)}, "indexer": {"keys": (0, 1)}, "choice": {"scores": (1,)},
     **{f"delta {kind}": {"state": (0,)} for kind in ("step", "step of channels", "rule")},
+    "compression": {"state": (0, 1)}, "rotation back": {"output": (1, 2)},
     "replay": {"state": (0,), "capsule": (1,)},
     "convolution": {"state": (0,)}, "convolution of one token": {"state": (0,)},
     "matrices": {"x": (0, 1, 2)}, "matrices back": {"y": (0,)},
@@ -178,7 +180,20 @@ MIXED = (
     "indexer",
 )  # calls of arrays of several types
 # by itself
-OF_ANY_FLOAT = "scale", "sinks", "attn_mask", "alibi_slopes", "outputs", "x", "state", "a_log", "dt_bias"
+OF_ANY_FLOAT = (
+    "scale",
+    "sinks",
+    "attn_mask",
+    "alibi_slopes",
+    "outputs",
+    "x",
+    "state",
+    "a_log",
+    "dt_bias",
+    "ape",
+    "norm_weight",
+    "output",
+)
 
 
 @pytest.mark.parametrize("label", CALLS)
@@ -221,7 +236,9 @@ def test_index_tensors(make, array):
     for value in wrong:
         refused(call.but(**{name: value}), name)
     fewer = (tensor[:-1], tensor[:0]) if name != "pairs" else ()
-    for value in (*fewer, np.concatenate([tensor, tensor[-1:]])):
+    longer = np.concatenate([tensor, tensor[-1:]])
+    free = call.name == "compressed_slots" and name == "block_tables"  # of sequences without tokens
+    for value in (*fewer, *(() if free else (longer,))):
         refused(call.but(**{name: value}), others)
 
 

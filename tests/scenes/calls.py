@@ -158,6 +158,17 @@ def convolution(name, **more):
     return Call(name, inputs | more)
 
 
+def compression(**more):
+    """Return a call that pools 9 tokens of 3 sequences, one of them padding, in a pool of 5 states."""
+    rng = np.random.default_rng(1)
+    inputs = {name: rng.random((9, 16), np.float32) for name in ("kv", "gate")}
+    inputs |= {"ape": rng.random((2, 16), np.float32), "state": rng.random((5, 6, 2, 16), np.float32)}
+    inputs |= {"ratio": 2, "overlap": True, "norm_weight": rng.random(8, np.float32)}
+    inputs |= {"positions": np.array([6, 7, 8, 0, 1, 0, 1, 2, 3]), "starts": np.array([0, 3, 5, 9])}
+    inputs |= {"state_indices": np.array([3, -1, 0]), "rope": {"rotary_dim": 4, "interleaved": True}}
+    return Call("compress_tokens", inputs | more)
+
+
 def of(name, **inputs):
     return lambda: Call(name, copy.deepcopy(inputs))
 
@@ -224,6 +235,14 @@ CALLS = {
     "choice": of(
         "topk_rows", scores=np.arange(18, dtype=np.float32).reshape(3, 6), k=2,
         block_tables=np.array([[1, 3], [2, 0]]), page_size=4, query_starts=np.array([0, 2, 3]),
+    ),
+    "compression": compression,
+    "compressed slots": of(
+        "compressed_slots", positions=np.array([2, 3, 4, 7, -1]), block_tables=np.array([[3, 0], [2, 1]]),
+        page_size=2, ratio=4, sequence_of_token=np.array([0, 0, 1, 1, 0]),
+    ),
+    "rotation back": of(
+        "rope_back", output=X[0], positions=np.array([5, 0, 2]), rope={"rotary_dim": 4, "interleaved": True}
     ),
     "delta step": lambda: delta(
         "gated_delta_step", state_indices=np.array([3, -1, 0, 6, 1]),

@@ -27,6 +27,8 @@ OF_POOLS = (
     "gated",
     "delta",
     "causal",
+    "compress",
+    "rope_back",
 )  # how names of operators begin that other packs have
 DIGEST = "02baed5289f068a5edd990756027f2d2e810d0f76453fed94cd8675e74b60cba"  # of all arrays of the pack
 POISONED = "append", "cache-attention"
@@ -116,6 +118,19 @@ def test_suites_of_recurrent_states(tmp_path, suite):
     for case in cases:
         if "output" in case["outputs"]:
             assert case["outputs"]["output"]["dtype"] == "float64"
+
+
+@pytest.mark.parametrize("suite", ["v4-compress", "v4-decode"])
+def test_suites_of_compressed_caches(tmp_path, suite):
+    """All cases pass: rows within float32, their slots, states and bytes exactly."""
+    vectors.make(tmp_path / suite, suite)
+    assert vectors.verify(tmp_path / suite).ok
+    result = vectors.replay(tmp_path / suite)
+    assert result.ok, str(result)
+    cases = {case["name"]: case for case in packs.manifest(tmp_path / suite)["cases"]}
+    exact = {name for name, case in cases.items() if case["reference"] == "matched precision"}
+    written = {f"{what}-{kind}" for what in ("slots", "bytes") for kind in ("csa", "hca")}
+    assert exact == (written if suite == "v4-compress" else set())
 
 
 def test_equal_seeds_give_equal_bytes(small, tmp_path):

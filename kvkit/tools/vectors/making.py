@@ -18,7 +18,7 @@ from kvkit.errors import KvkitError
 from kvkit.operators import OPERATORS
 from kvkit.reference import OPERATORS as REFERENCE
 from kvkit.runtime import call_log
-from kvkit.tools.vectors import latent, pools, recurrent, scenes
+from kvkit.tools.vectors import compressed, latent, pools, recurrent, scenes
 from kvkit.tools.vectors.draws import Call, Sizes
 from kvkit.version import __version__
 
@@ -28,12 +28,25 @@ SUITES: dict[str, Callable[[Generator, Sizes], Iterator[tuple[str, Call]]]] = {
     "mla-ds584": partial(latent.coded, names=("584",)), "dsa-indexer": latent.dsa_indexer,
     "dsa-sparse": latent.dsa_sparse, "gdn-decode": recurrent.decode, "gdn-prefill": recurrent.prefill,
     "kda-prefill": partial(recurrent.prefill, channels=True), "gdn-drafts": recurrent.drafts,
-    "causal-conv": recurrent.convolution,
+    "causal-conv": recurrent.convolution, "v4-compress": compressed.compress,
+    "v4-decode": compressed.decode,
 }  # fmt: skip
 # in names of operators that round
-ROUNDING = "attention", "rotary", "alibi", "absorb", "expand", "indexer", "delta", "conv"
+ROUNDING = (
+    "attention",
+    "rotary",
+    "alibi",
+    "absorb",
+    "expand",
+    "indexer",
+    "delta",
+    "conv",
+    "compress_",
+    "rope_back",
+)
 EXACT = {"atol": 0.0, "rtol": 0.0, "reason": "bytes are moved, or made by a recipe that says every rounding"}
-IN_FLOAT64 = (*latent.IN_FLOAT64, *recurrent.IN_FLOAT64)
+IN_FLOAT64 = (*latent.IN_FLOAT64, *recurrent.IN_FLOAT64, *compressed.IN_FLOAT64)
+STORED = "state", "row_of_token"  # outputs that have their own type
 TOLERANCES = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}  # {dtype of a result: tolerance}
 REASON = "float64 reference; sums in float32, one rounding to {}: an error of {} times max(1, |expected|)"
 CODES = "; over codes a kernel may leave out a rounding of keys, which moves a score by its share of them"
@@ -82,8 +95,8 @@ def make(
         The folder to write, new or empty.
     suite : str, optional
         "pmx", "ascend", "paged", "mla-dense", "mla-ds656", "mla-ds584", "dsa-indexer", "dsa-sparse",
-        "gdn-decode", "gdn-prefill", "kda-prefill", "gdn-drafts" or "causal-conv"; by default the suite of
-        `operator`, or "pmx".
+        "gdn-decode", "gdn-prefill", "kda-prefill", "gdn-drafts", "causal-conv", "v4-compress" or "v4-decode";
+        by default the suite of `operator`, or "pmx".
     operator : str, optional
         Only the cases of this operator.
     shapes : mapping, optional
@@ -165,7 +178,7 @@ def case_of(folder: Path, name: str, call: Call, raw: bool) -> dict[str, Any]:
     results = tuple(result for result in results if not any(result is after[name] for name in inout))
     for output, result in zip(names, results, strict=False):
         dtype = type_of(output, inputs, attributes)
-        stored = result.astype(np.float64 if operator in IN_FLOAT64 and output.name != "state" else dtype)
+        stored = result.astype(np.float64 if operator in IN_FLOAT64 and output.name not in STORED else dtype)
         outputs[output.name] = call_log.write_array(folder, f"{name}/expected-{output.name}", stored, raw)
         if stored.dtype != dtype:
             outputs[output.name]["result_dtype"] = dtype.name
@@ -215,7 +228,7 @@ def tolerance(
     operator: str, output: str, inputs: dict[str, Any], dtype: np.dtype[Any], attributes: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the tolerance of an output. Over codes, lse has the tolerance of the queries' type."""
-    if exact(operator):
+    if exact(operator) or output == "row_of_token":
         return EXACT
     coded = attributes.get("quant_bit") or attributes.get("format")
     if output == "lse":
