@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import Any
 
 from kvkit.reference import alibi, ascend, attention, cache, compressed, latent, paged, positions, recurrent
-from kvkit.reference.compressed import compress_tokens as compress_tokens
 from kvkit.reference.compressed import compressed_attention as compressed_attention
 
 MODULES = alibi, ascend, attention, cache, compressed, latent, paged, positions, recurrent
@@ -25,3 +24,10 @@ def path_of(module: ModuleType, name: str) -> str:
 OPERATORS: dict[str, Callable[..., Any]] = {
     path_of(module, name): getattr(module, name) for module in MODULES for name in module.__all__
 }
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    """Return an operator by its name in `kvkit`."""
+    if name in OPERATORS:
+        return OPERATORS[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

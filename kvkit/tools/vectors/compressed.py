@@ -8,7 +8,7 @@ from numpy.random import Generator
 
 from kvkit.reference.compressed import compress_tokens
 from kvkit.tools.vectors.draws import FLOATS, NAN, Call, Sizes, plain
-from kvkit.tools.vectors.latent import pool_of
+from kvkit.tools.vectors.latent import ATTENTION, pool_of
 from kvkit.typed import Array
 
 IN_FLOAT64 = "compress_tokens", "rope_back"  # operators whose expected results are not rounded
@@ -131,4 +131,4 @@ def attention(rng: Generator, kind: str, heads: int, format: str | None) -> Call
         extra, chosen = side(np.minimum(ready, CHOSEN), ready)
         inputs["extra"] = extra["latent"], chosen, None
     attributes = {"softmax_scale": DIM**-0.5, "value_dim": DIM, "return_lse": True}
-    return Call("mla_attention", inputs, attributes | pool)
+    return Call(ATTENTION, inputs, attributes | pool)

@@ -18,7 +18,8 @@ UNREAD = 2147480000  # a page id in entries of tables that must not be read
 HEADS = ((16, 1), (16, 4), (64, 2), (128, 1), (128, 3))  # query heads, queries of each sequence
 SCALE = 192**-0.5  # 1 / sqrt(size of an expanded head)
 BYTES = {"656": "ds_mla", "656-powers": "ds_mla:p2", "584": "ds_v4"}
-IN_FLOAT64 = "mla_attention", "indexer_scores"  # operators whose expected results are not rounded
+ATTENTION = "mla_attention"
+IN_FLOAT64 = ATTENTION, "indexer_scores"  # operators whose expected results are not rounded
 CHOSEN = 9  # indices for each query
 
 
@@ -67,7 +68,7 @@ def dense_attention(
     inputs["query_starts"] = np.arange(len(lengths) + 1) * queries
     inputs |= {"sinks": plain(rng, (heads,), FLOATS["fp32"])} if sinks else {}
     inputs |= {"rope_cache": pool.pop("rope_cache")} if two_pools else {}
-    return Call("mla_attention", inputs, {"softmax_scale": SCALE, "return_lse": True} | pool | more)
+    return Call(ATTENTION, inputs, {"softmax_scale": SCALE, "return_lse": True} | pool | more)
 
 
 def sparse_attention(
@@ -100,7 +101,7 @@ def sparse_attention(
         second, others = side(3)
         counts = rng.integers(0, CHOSEN + 1, tokens).astype(np.int32) if lens else None
         inputs["extra"] = second["latent"], others, counts
-    return Call("mla_attention", inputs, {"softmax_scale": SCALE, "return_lse": True} | pool | more)
+    return Call(ATTENTION, inputs, {"softmax_scale": SCALE, "return_lse": True} | pool | more)
 
 
 def append_rows(

@@ -42,7 +42,7 @@ ROUNDING = (
     "delta",
     "conv",
     "compress_",
-    "rope_back",
+    "_back",
 )
 EXACT = {"atol": 0.0, "rtol": 0.0, "reason": "bytes are moved, or made by a recipe that says every rounding"}
 IN_FLOAT64 = (*latent.IN_FLOAT64, *recurrent.IN_FLOAT64, *compressed.IN_FLOAT64)
