@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from kvkit.operators import OPERATORS, REQUIRED, Attribute, Input, Operator
 from kvkit_cli.show import suggestion
 
 SHOWN = 5  # names in a message
+SPECIFIED = re.compile(r"[\w.]*(?:[a-z]_[a-z]|[A-Za-z][a-z]+[A-Z])[\w.]*")  # KeyValueCache, swap_blocks
 KINDS = {  # {type of a value: (its name in errors, its form in --set)}
     int: ("an integer", "NUMBER"),
     float: ("a number", "NUMBER"),
@@ -26,11 +28,17 @@ KINDS = {  # {type of a value: (its name in errors, its form in --set)}
 
 
 def find_operator(name: str) -> Operator:
-    """Return the operator of this name."""
-    if name not in OPERATORS:
-        known = ", ".join(OPERATORS)
-        raise KvkitError(f"no operator {name!r}{suggestion(name, OPERATORS)}; there are {known}")
-    return OPERATORS[name]
+    """Return the operator of this name, which may be that of its specification, such as KeyValueCache."""
+    if name in OPERATORS:
+        return OPERATORS[name]
+    named = [op for op in OPERATORS.values() if name.lower() in map(str.lower, SPECIFIED.findall(op.source))]
+    exact = [op for op in named if name in SPECIFIED.findall(op.source)]
+    if len(exact or named) == 1:
+        return (exact or named)[0]
+    if named:
+        raise KvkitError(f"{name}: expected one operator, got {', '.join(op.name for op in exact or named)}")
+    known = ", ".join(OPERATORS)
+    raise KvkitError(f"no operator {name!r}{suggestion(name, OPERATORS)}; there are {known}")
 
 
 def is_scalar(array: Input) -> bool:

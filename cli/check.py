@@ -52,10 +52,13 @@ def check(ctx, sources, before, after, keys, values, fused, dask, as_json, **opt
     if after is not None and len(sources) > 1:
         raise KvkitError(f"--after {after}: expected one FILE before it, got {len(sources)}")
     several, results = len(sources) > 1, {}
-    with clusters.mapper(dask) as mapper:
-        for name, found in zip(
-            sources, mapper(partial(check_file, after, keys, values, fused, options), sources), strict=True
-        ):
+    patterns = keys, values, fused
+    with (
+        clusters.mapper(dask) as mapper,
+        show.task_bar("rules", quiet=as_json or dask is not None) as progress,
+    ):
+        work = partial(check_file, after, patterns, options, progress, dask is None)
+        for name, found in zip(sources, mapper(work, sources), strict=True):
             results[str(name)] = found
             if as_json:
                 continue
@@ -73,12 +76,13 @@ def check(ctx, sources, before, after, keys, values, fused, dask, as_json, **opt
     ctx.exit(0 if all(found.checked for found in results.values()) else 2)
 
 
-def check_file(after, keys, values, fused, options, source):
-    """Check a file; errors name it."""
+def check_file(after, patterns, options, progress, is_here, source):
+    """Check a file; errors name it. A task of this process, `is_here`, can be interrupted at any time."""
 
     def with_options(file):
-        return None if file is None else with_model(by_patterns(file, keys, values, fused), options["model"])
+        return None if file is None else with_model(by_patterns(file, *patterns), options["model"])
 
     with clusters.naming(source):
-        caches = with_options(source), with_options(after)
-        return tools.check(*caches, layout=options["layout"], sizes=options["sizes"])
+        about = {"layout": options["layout"], "sizes": options["sizes"], "progress": progress}
+        work = partial(tools.check, with_options(source), with_options(after), **about)
+        return show.interruptible(work) if is_here else work()

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from kvkit.errors import KvkitError
+from kvkit.files.errors import FileError
 from kvkit_cli import show
 
 NEEDS = "--dask: needs distributed: pip install 'kvkit-kernels[dask]'"
@@ -28,6 +29,8 @@ def naming(path: Any) -> Iterator[None]:
     """Add the name of a file to errors that lack it."""
     try:
         yield
+    except FileError:  # which names its own file
+        raise
     except KvkitError as error:
         if str(path) in str(error):
             raise

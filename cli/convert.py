@@ -13,6 +13,7 @@ from kvkit.files.paths import check_target
 from kvkit.tools.contents import by_patterns
 from kvkit.tools.conversion import write_conversion
 from kvkit.tools.model_facts import key_heads, with_model
+from kvkit.tools.quantities import tokens_in
 from kvkit.tools.source import CacheSource
 from kvkit_cli import clusters, complete, show, tool, watch
 
@@ -112,7 +113,7 @@ def convert(
         for paths, done in zip(inputs, mapper(work, inputs, targets), strict=True):
             results[str(paths[0])] = done.to_dict()
             if not quiet and not as_json:
-                show.text(f"{paths[0]}: {done}" if len(inputs) > 1 else done)
+                tool.show_text(f"{paths[0]}: {done}" if len(inputs) > 1 else done)
     if as_json and not quiet:
         click.echo(json.dumps(results if len(inputs) > 1 else results[str(sources[0])], indent=2))
 
@@ -191,17 +192,17 @@ def show_results(results, as_json, quiet):
         click.echo(json.dumps({name: done.to_dict() for name, done in results.items()}, indent=2))
     elif not quiet:
         for name, done in results.items():
-            show.text(f"{name}: {done}")
+            tool.show_text(f"{name}: {done}")
 
 
 def page_size_of(text):
     """Parse --page-size: a number, "longest", or None."""
     if text is None or text == "longest":
         return text
-    is_number = text.isascii() and text.isdecimal() and len(text) < 11
-    if not is_number or not 0 < int(text) < 2**31:
-        raise KvkitError(f"--page-size {text}: expected a positive number, or longest")
-    return int(text)
+    found = tokens_in("--page-size", text)
+    if found >= 2**31:
+        raise KvkitError(f"--page-size {text}: expected less than {2**31} tokens, or longest")
+    return found
 
 
 def in_steps(advance):

@@ -21,9 +21,12 @@ SIZES = {"num_heads": 8, "head_dim": 64, "seqlen_q": 4, "seqlen_kv": 16, "m": 10
 def describe(operator: str, for_programs: bool) -> None:
     """Show the inputs, attributes and outputs of an operator.
 
+    OP is its name in kvkit, or in its specification.
+
     \b
     Examples:
       kvkit describe key_value_cache
+      kvkit describe KeyValueCache
       kvkit describe ascend.paged_attention --json
     """
     op = find_operator(operator)

@@ -7,7 +7,7 @@ import click
 from kvkit.errors import KvkitError, argument_error
 from kvkit.files.paths import check_target, name_in_errors
 from kvkit.files.replace import replacing
-from kvkit.layouts import NAMED
+from kvkit.layouts import NAMED, parse
 from kvkit.layouts.named import ALIASES
 from kvkit.tools import draw as drawing
 from kvkit.tools.contents import by_patterns
@@ -15,9 +15,15 @@ from kvkit.tools.names import BESIDE_TABLE
 from kvkit.tools.saved_pages import published_rows
 from kvkit.tools.source import CacheSource, check_pages_in_pool
 from kvkit_cli import complete, show, tool
-from kvkit_cli.layouts import known_layout
+from kvkit_cli.layouts import layout_facts
 
 SVG = ".svg"
+MARKS = {
+    "A": "checked against the engine's own index code",
+    "S": "read in the engine's source",
+    "T": "from a thread or documentation",
+    "K": "common knowledge",
+}
 
 
 @click.command(cls=tool.ToolVerb, words={"source": "FILE"})
@@ -26,8 +32,12 @@ SVG = ".svg"
 @tool.layout(about="The layout of FILE's cache, if it does not name one.")
 @tool.sizes("Lengths of a layout's axes. For a file, n is the rows of a page.")
 @tool.names
-def draw(what, output, layout, sizes, keys, values, fused):
+@click.option("--json", "as_json", is_flag=True, help="Print the facts about a layout as JSON.")
+@click.pass_context
+def draw(ctx, what, output, layout, sizes, keys, values, fused, as_json):
     """Draw a layout, or the rows of a saved cache by sequence.
+
+    LAYOUT is one that `kvkit layouts` lists, a name that vLLM or LMCache use, or a line: `l | b kv n h c`.
 
     If the file has page tables (block_tables and context_lens, kv_indptr and so on, cells of llama.cpp), each
     row is drawn by the sequence that uses it, or as shared, free, stale, or published (kept by a PagedCache
@@ -42,23 +52,32 @@ def draw(what, output, layout, sizes, keys, values, fused):
         if output.suffix != SVG:
             raise KvkitError(f"-o {output}: pictures are written as {SVG}: give -o {output.with_suffix(SVG)}")
         check_target(output)
-    kind = "svg" if output else "text"
-    if Path(what).exists():
-        picture, notes = draw_file(what, (keys, values, fused), layout, sizes, kind)
-    elif layout is not None:
-        raise KvkitError(f"{what}: no such file: --layout names the layout of a file's cache")
-    elif name := known_layout(what):
+    kind, name = "svg" if output else "text", ALIASES.get(what, what)
+    is_layout = layout is None and (name in NAMED or "|" in name or " " in name)
+    if not Path(what).exists() and is_layout:
+        if as_json:
+            show.as_json(layout_facts(name) if name in NAMED else {"line": str(parse(name))})
+            return
         picture, notes = drawing.layout(name, sizes=sizes, kind=kind), ()
     else:
-        hint = show.suggestion(what, [*NAMED, *ALIASES])
-        raise KvkitError(f"{what}: no such file, and no layout{hint}: see kvkit layouts")
+        if not Path(what).exists() and not Path(what).suffix and layout is None:
+            hint = show.suggestion(what, [*NAMED, *ALIASES])
+            raise KvkitError(f"{what}: no such file, and no layout{hint}: see kvkit layouts")
+        if as_json:
+            raise KvkitError(f"--json: expected a layout beside it, got the file {what}")
+        picture, notes = draw_file(what, (keys, values, fused), layout, sizes, kind)
     if output is None:
         show.text(picture)
+        if is_layout and (about := NAMED.get(name)):
+            show.text("\n" + ", ".join(filter(None, (about.engine, about.versions))))
+            show.text(f"{about.note}\n{about.source} ({MARKS[about.mark]})".strip())
+            if about.aliases:
+                show.text(f"also called {', '.join(about.aliases)}")
     else:
         with name_in_errors(output), replacing(output) as file:
             file.write(picture.encode())
     for note in notes:
-        show.text(f"note: {note}")
+        show.text(f"note: {ctx.command.in_shell(note)}")
 
 
 def draw_file(path, patterns, layout, sizes, kind):

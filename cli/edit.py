@@ -10,6 +10,7 @@ from kvkit import Rope, files
 from kvkit.cache import PagedCache, load
 from kvkit.errors import KvkitError
 from kvkit.files import llama, llama_writing
+from kvkit.files.errors import FileError
 from kvkit.files.model_config import read_entries
 from kvkit.files.paths import check_source, check_target
 from kvkit.tools import states
@@ -226,6 +227,8 @@ def parse_rope(text):
             return Rope.from_config(read_entries(text))
         pairs = (part.partition("=") for part in text.split(","))
         return Rope(**{name: json.loads(value) for name, _, value in pairs})
+    except FileError:  # which names the file
+        raise
     except KvkitError as error:
         raise KvkitError(f"--rope {text}: {error}") from error
     except (ValueError, TypeError, AttributeError) as error:

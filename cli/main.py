@@ -21,7 +21,7 @@ VERBS = {  # {verb: (module, first line of its help)}
     "describe": ("kvkit_cli.describe", "Show the inputs, attributes and outputs of an operator."),
     "info": ("kvkit_cli.info", "Show versions, the CPU, threads, compiled code and backends."),
     "warm": ("kvkit_cli.warm", "Compile code ahead of the calls that need it."),
-    "layouts": ("kvkit_cli.layouts", "List the layouts of engines, or draw one."),
+    "layouts": ("kvkit_cli.layouts", "List the layouts of engines' caches."),
     "inspect": ("kvkit_cli.inspect", "List what is in a file: arrays, layout, tables, numbers."),
     "convert": ("kvkit_cli.convert", "Move a cache to another layout, bit for bit, or to another format."),
     "edit": ("kvkit_cli.edit", "Remove, keep and move tokens of a saved cache."),
@@ -31,7 +31,10 @@ VERBS = {  # {verb: (module, first line of its help)}
     "check": ("kvkit_cli.check", "Find errors in page tables, slots, layouts, scales and data."),
     "diff": ("kvkit_cli.diff", "Find where two caches or outputs differ, and why."),
     "vectors": ("kvkit_cli.vectors", "Make, verify, replay, compare and export packs of golden vectors."),
-    "cache": ("kvkit_cli.cache", "Remove compiled code from the disk."),
+    "clean": (
+        "kvkit_cli.clean",
+        "Remove the compiled code of every version of kvkit. Calls compile it again.",
+    ),
     "bench": (
         "kvkit_cli.bench",
         "Measure operators beside plain copies or reads, and beside other libraries.",
@@ -40,7 +43,7 @@ VERBS = {  # {verb: (module, first line of its help)}
 SECTIONS = {
     "Tools for caches": "check diff study size inspect layouts draw convert edit vectors",
     "Operators": "run ops describe",
-    "This machine": "info warm cache bench",
+    "This machine": "info warm clean bench",
 }
 ARGUMENTS = {  # {name of an argument in the help: what to give, for the error that it is missing}
     "OP": "an operator that kvkit ops lists",
@@ -115,6 +118,9 @@ def silence(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
 
 def correction(name: str) -> str:
     """Return the end of the error about an unknown verb: what to type instead."""
+    if Path(name).exists():
+        return f", but a file: kvkit inspect {name}"
+
     from kvkit.operators import OPERATORS
     from kvkit_cli.show import suggestion
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -138,6 +139,26 @@ def steps(what: str, total: int, quiet: bool = False) -> Iterator[Callable[[str]
         task = bars.add_task(what, total=total)
         yield lambda name: bars.update(task, advance=1, description=f"{what}: {name} is done")
         bars.update(task, description=what)
+
+
+def interruptible(function: Callable[[], Any]) -> Any:
+    """Call a function in a thread of its own, so that Ctrl-C need not wait for a long call of numpy."""
+    results: list[Any] = []
+
+    def work() -> None:
+        try:
+            results.extend((function(), None))
+        except BaseException as error:
+            results.extend((None, error))
+
+    thread = threading.Thread(target=work, daemon=True)  # the process does not wait for it
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.1)
+    found, error = results
+    if error is not None:
+        raise error
+    return found
 
 
 @contextlib.contextmanager

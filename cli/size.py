@@ -39,7 +39,10 @@ def parse_numbers(context, param, text):
     show_default=True, help="The engine whose pages and windows round sizes up.",
 )  # fmt: skip
 @click.option(
-    "--step", type=int, metavar="N", help="New tokens in a step; sliding windows need room for them."
+    "--step",
+    type=tool.TokenCount(),
+    metavar="N",
+    help="New tokens in a step; sliding windows need room for them.",
 )
 @click.option(
     "--fit", metavar="BYTES", help="Print the longest contexts that fit into so much memory: 24GiB."

@@ -7,6 +7,7 @@ import click
 
 from kvkit import tools
 from kvkit.errors import KvkitError, argument_error, brief
+from kvkit.files.paths import check_source
 from kvkit.tools.contents import by_patterns
 from kvkit.tools.model_facts import with_model
 from kvkit.tools.studies import plots, report
@@ -23,7 +24,10 @@ from kvkit_cli.edit import parse_rope
     help="Study a model that reads --text: a folder, GGUF file or name. With FILE: its GGUF or config.json.",
 )  # fmt: skip
 @click.option("--text", type=click.Path(path_type=Path), help="A text file for the model to read.")
-@click.option("--tokens", default=512, show_default=True, metavar="N", help="Tokens of the text to read.")
+@click.option(
+    "--tokens", type=tool.TokenCount(), default=512, show_default=True, metavar="N",
+    help="Tokens of the text to read: 4k is 4,096.",
+)  # fmt: skip
 @click.option(
     "--schemes", show_default=DEFAULT, metavar="NAME,...", shell_complete=complete.formats,
     help="Schemes to compare; with --evict, each with each policy. Of the default, those that fit.",
@@ -117,6 +121,7 @@ def study_model(name, text, tokens, schemes, policies):
         raise KvkitError("--model: needs transformers: pip install 'kvkit-kernels[transformers]'") from None
     path = Path(name)
     where, options = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (name, {})
+    check_source(text)
     try:
         words = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -7,15 +7,11 @@ from pathlib import Path
 import click
 
 from kvkit.errors import KvkitError
+from kvkit.tools.quantities import tokens_in
 from kvkit_cli import complete, show
 
-IN_HINTS = (
-    "layout",
-    "sizes",
-    "threshold",
-    "layers",
-    "fused",
-)  # arguments that hints in messages write as layout=
+SIZES, AS_OPTION = re.compile(r"sizes=\{([^}]*)\}"), str.maketrans("", "", "' ")  # sizes={'h': N, 'c': N}
+HINTS = "note: ", "layouts that fit: "  # lines of results that say what to give begin so
 PATH = click.Path(path_type=Path, readable=False)  # the readers of files check paths
 
 
@@ -39,9 +35,10 @@ class ToolVerb(click.Command):
     def in_shell(self, text):
         """Replace arguments of Python in a text by options of the shell.
 
-        "from_layout: expected a layout" becomes "--from: expected a layout", and "give layout='hf'" "give
-        --layout 'hf'".
+        "from_layout: expected a layout" becomes "--from: expected a layout", "give layout='hf'" becomes "give
+        --layout hf", and "give sizes={'h': N}" becomes "give --sizes h=N".
         """
+        text = SIZES.sub(lambda found: "--sizes " + found[1].translate(AS_OPTION).replace(":", "="), text)
         text = text.replace("a name of kvkit.layouts.NAMED", "a name that kvkit layouts lists")
         for word, option in self.words.items():
             text = re.sub(rf"(^|: ){word}(?=: expected)", rf"\g<1>{option}", text)
@@ -51,8 +48,21 @@ class ToolVerb(click.Command):
                 spelled = (param.metavar or name.upper()).strip("[].")
                 name = name.removesuffix("s") if param.nargs == -1 else name
             text = re.sub(rf"(^|: ){name}(?=: expected)", rf"\g<1>{spelled}", text)
-            text = re.sub(rf"\b{name}=", f"{spelled} ", text) if name in IN_HINTS else text
+            if isinstance(param, click.Option):
+                text = re.sub(rf"(?<![\w-]){name}=('?)(\w*)\1", rf"{spelled} \2", text)
+                if "_" in name:  # no other word is so written
+                    text = re.sub(rf"(?<![\w.'-]){name}\b", spelled, text)
         return text
+
+
+class TokenCount(click.ParamType):
+    """A number of tokens as people write it: 4096, 128k."""
+
+    name = "tokens"
+
+    def convert(self, value, param, ctx):
+        """Return the number."""
+        return tokens_in(param.opts[-1], value) if isinstance(value, str) else value
 
 
 def parse_sizes(text, option="--sizes"):
@@ -89,11 +99,21 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 
 
 def show_result(found, as_json, style=None):
-    """Print a result as JSON, or as text; `style` returns the colour of a line."""
-    if as_json:
-        click.echo(json.dumps(found.to_dict(), indent=2, default=str))
-    else:
-        show.text(found, style)
+    """Print a result as JSON, or as text, with notes in the words of the shell; `style` colours a line."""
+    if not as_json:
+        show_text(found, style)
+        return
+    facts = found.to_dict()
+    if "notes" in facts:
+        facts["notes"] = list(map(click.get_current_context().command.in_shell, facts["notes"]))
+    click.echo(json.dumps(facts, indent=2, default=str))
+
+
+def show_text(found, style=None):
+    """Print a result as text, with notes in the words of the shell."""
+    in_shell = click.get_current_context().command.in_shell
+    lines = (in_shell(line) if line.startswith(HINTS) else line for line in str(found).split("\n"))
+    show.text("\n".join(lines), style)
 
 
 def names(verb):

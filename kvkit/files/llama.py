@@ -68,7 +68,7 @@ ROTATED = (
     "since April 2026 llama.cpp rotates keys and values (Hadamard) before it quantizes them, if heads have a "
     "multiple of 64 elements and LLAMA_ATTN_ROT_DISABLE is not set; the file does not say whether it did"
 )
-HEADS = "the file does not say how many heads a row has: give h in sizes"
+HEADS = "the file does not say how many heads a row has: give sizes={'h': N}"
 STATES = (
     "recurrent layers have a state and no rows of tokens: for each of recurrent_cells, recurrent.I.0 has the "
     "last inputs of the convolution of the I-th recurrent layer, recurrent.I.1 the layer's state"

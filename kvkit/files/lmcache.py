@@ -38,7 +38,7 @@ LINES = {  # {arrangement of a header: layout}
 }  # fmt: skip
 HEADER = 4 * 7  # bytes of seven integers
 GROUPS = "a chunk of layers of two kinds has them in groups, one behind the other, which kvkit does not part"
-NO_SIZES = "the file has elements without sizes: give l, h and c in sizes; n follows"
+NO_SIZES = "the file has elements without sizes: give sizes={'l': L, 'h': H, 'c': C}; n follows"
 
 
 def parse_name(path: FilePath) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 from kvkit.errors import KvkitError, argument_error, brief
 from kvkit.files.file_kinds import kind_of_file
+from kvkit.files.paths import no_such_file
 from kvkit.models.configuration import entries_of, read_layers
 from kvkit.models.description import ModelShape
 from kvkit.models.gguf import entries_of_header
@@ -40,7 +41,7 @@ def read_entries(model: Any) -> Mapping[str, Any]:
     Raises
     ------
     KvkitError
-        If a file is something else, or damaged.
+        If there is no such file, if it is something else, or damaged.
     OSError
         If a file cannot be opened.
     """
@@ -55,6 +56,7 @@ def read_entries(model: Any) -> Mapping[str, Any]:
             raise argument_error(
                 str(model), f"a file, a folder, or a model as {', '.join(likely)}", "none of them"
             )
+        raise no_such_file(path)
     path = path / "config.json" if path.is_dir() else path
     if path.exists() and not stat.S_ISREG(path.stat().st_mode):
         raise argument_error(str(path), "a regular file", "a pipe, device or socket")

@@ -7,14 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvkit.files import locks
-from kvkit.files.errors import file_error
+from kvkit.files.errors import FileError, file_error
 from kvkit.typed import FilePath
+
+
+def no_such_file(path: FilePath, kind: str = "file") -> FileError:
+    """Return the error of a file or folder that does not exist."""
+    return file_error(path, f"no such {kind}", "check the name")
 
 
 def check_source(path: FilePath) -> None:
     """Refuse a path without a file to read."""
     if not os.path.exists(path):
-        raise file_error(path, "no such file", "check the name")
+        raise no_such_file(path)
     if not os.path.isfile(path):
         raise file_error(path, "not a regular file", "give another name")
 

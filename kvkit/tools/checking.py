@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ def check(
     *,
     layout: Any = None,
     sizes: Mapping[str, int] | None = None,
+    progress: Callable[[int, int], object] | None = None,
 ) -> Findings:
     """Find errors in the page tables, slots, scales and data of a cache.
 
@@ -57,6 +58,8 @@ def check(
         The layout of the caches.
     sizes : mapping, optional
         Lengths of axes l, b, n, h, c that the shapes do not determine.
+    progress : callable, optional
+        A function that is called with (rules done, all rules).
 
     Returns
     -------
@@ -82,10 +85,10 @@ def check(
     """
     case = Case(source, layout, sizes)
     if after is None:
-        found = replace(examine(case, RULES), notes=case.notes)
+        found = replace(examine(case, RULES, progress), notes=case.notes)
         if case.source.sliding is None:
             return found
-        return found.with_second(examine(Case(case.source.sliding), RULES), f"{SLIDING} ")
+        return found.with_second(examine(Case(case.source.sliding), RULES, progress), f"{SLIDING} ")
     later = Case(after, layout, sizes)
     if slots is None:
         slots = later.given.get("slot_mapping", case.given.get("slot_mapping"))
@@ -97,7 +100,7 @@ def check(
     if slots.size and slots.dtype.kind not in "iu":
         raise argument_error("slots", "integers", describe(slots))
     slots = slots.astype(np.int64)
-    return examine((case, later, slots), {"W1": layouts.WRITTEN_ELSEWHERE})
+    return examine((case, later, slots), {"W1": layouts.WRITTEN_ELSEWHERE}, progress)
 
 
 def new_rows(before: CacheSource, after: CacheSource) -> np.ndarray | None:

@@ -250,7 +250,7 @@ def note_on_pages(source: CacheSource, to_layout: str) -> tuple[str, ...]:
     if found is None:
         return ()
     pages = "each page became" if found[1].page_size > 1 else "the rows of each block became"
-    return (f"{pages} a sequence of {to_layout}; page_size longest writes the sequences of {found[0]}",)
+    return (f"{pages} a sequence of {to_layout}; page_size='longest' writes the sequences of {found[0]}",)
 
 
 def rows_as_ds_v4(rows: np.ndarray, verify: bool) -> np.ndarray:

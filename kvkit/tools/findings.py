@@ -162,10 +162,14 @@ def rule(name: str, hint: str, severity: Severity = "error", *, needs: str) -> C
     return enter
 
 
-def examine(case: Any, rules: dict[str, Rule]) -> Findings:
+def examine(
+    case: Any, rules: dict[str, Rule], progress: Callable[[int, int], object] | None = None
+) -> Findings:
     """Run the rules over a case; return the findings."""
     result = Findings()
-    for each in rules.values():
+    for done, each in enumerate(rules.values()):
+        if progress is not None:
+            progress(done, len(rules))
         seen = each.look(case)
         if seen is None:
             result.unchecked[each.name] = each.lacking(case)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from kvkit import layouts
-from kvkit.errors import KvkitError, brief, printable
+from kvkit.errors import KvkitError, argument_error, brief, printable
 from kvkit.files import Contents, Description
 from kvkit.files.members import is_extension_dtype
 from kvkit.layouts.tables import BlockTable
 from kvkit.tools.contents import Source
+from kvkit.tools.readers import open_one
 from kvkit.tools.source import CacheSource, ds_v4_as_rows
 from kvkit.tools.state_names import StateArrays, find_states, kind_of_state
 from kvkit.tools.text import columns, size
@@ -51,6 +52,18 @@ class Numbers:
         """Return the cells of a table."""
         ends = ("" if end is None else f"{end:.4g}" for end in (self.minimum, self.maximum))
         return (self.name, *ends, str(self.nan), str(self.infinite), f"{self.zero_rows} of {self.rows}")
+
+
+@dataclass(frozen=True)
+class RowValues:
+    """Holds the keys or the values of one token in a layer, as numbers by head."""
+
+    name: str
+    heads: list[list[float]]
+
+    def __str__(self) -> str:
+        return "\n".join([self.name, *(f"  head {h}: {' '.join(f'{x:.6g}' for x in head)}"
+                                       for h, head in enumerate(self.heads))])  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -101,6 +114,8 @@ class Inspection:
         Description, sizes, tables and statistics of the second cache, which has the layers with a window.
     states : list of StateArrays
         Arrays of recurrent states and of the last inputs of convolutions, by the names that engines use.
+    values : list of RowValues
+        Keys and values of one row of a layer; [] unless a layer and a row are given.
     """
 
     kind: str
@@ -114,6 +129,7 @@ class Inspection:
     numbers: list[Numbers] = field(default_factory=list)
     sliding: Inspection | None = None
     states: list[StateArrays] = field(default_factory=list)
+    values: list[RowValues] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as values that JSON can hold."""
@@ -125,7 +141,7 @@ class Inspection:
         parts = self.facts()
         if self.sliding is not None:
             parts += [f"{self.sliding.kind}:", *self.sliding.facts()]
-        parts.append("\n".join(map(str, self.states)))
+        parts += ["\n".join(map(str, self.states)), "\n".join(map(str, self.values))]
         parts.append("\n".join(f"note: {printable(note)}" for note in self.notes))
         rows = [(entry.name, entry.dtype, str(entry.shape), size(entry.bytes)) for entry in self.arrays]
         count = f"{len(rows)} array{'s' * (len(rows) != 1)}"
@@ -142,7 +158,7 @@ class Inspection:
         if self.sizes and not described.get("sizes"):
             parts.append(f"sizes: {in_brief(self.sizes)}")
         if self.fits:
-            parts.append(f"layouts that fit: {', '.join(self.fits)}; give one as layout, kvkit chooses none")
+            parts.append(f"layouts that fit: {', '.join(self.fits)}; give layout=NAME, as kvkit chooses none")
         lines = (f"{printable(name)}: {in_brief(value)}" for name, value in self.metadata.items())
         parts.append("\n".join(lines))
         if self.use:
@@ -160,7 +176,8 @@ def in_brief(value: Any) -> str:
 
 
 def inspect(source: Source, *, layout: str | None = None, sizes: Mapping[str, int] | None = None,
-            stats: bool = False) -> Inspection:  # fmt: skip
+            stats: bool = False, layer: int | None = None, row: int | None = None,
+            advance: Callable[[int], object] | None = None) -> Inspection:  # fmt: skip
     """List what is in a file, or in named arrays: arrays, layout, and how sequences use the cache.
 
     Parameters
@@ -173,6 +190,11 @@ def inspect(source: Source, *, layout: str | None = None, sizes: Mapping[str, in
         Lengths of axes l, b, n, h, c that the shapes do not determine.
     stats : bool
         Whether to count over all elements of each layer: minimum, maximum, NaN, rows of zeros.
+    layer, row : int, optional
+        A layer, by its number in the model, and a row, counted through the layer's blocks or sequences: their
+        keys and values are returned as numbers, decoded if they are codes.
+    advance : callable, optional
+        A function that is called with the number of bytes of each piece that was counted.
 
     Returns
     -------
@@ -182,7 +204,7 @@ def inspect(source: Source, *, layout: str | None = None, sizes: Mapping[str, in
     Raises
     ------
     KvkitError
-        If there is no such file, if it is damaged, or if the layout contradicts the arrays.
+        If there is no such file, layer or row, if a file is damaged, or if the layout contradicts the arrays.
 
     Examples
     --------
@@ -205,11 +227,11 @@ def inspect(source: Source, *, layout: str | None = None, sizes: Mapping[str, in
         {name: value for name, value in contents.metadata.items() if name not in SHOWN_ELSEWHERE},
         (*found.notes, *found.unread(READ_BESIDE, [*filter(kind_of_state, found.arrays)]),
          *not_understood(found)),
-        states=find_states(found.arrays),
+        states=find_states(found.arrays), values=values_of(found, layer, row),
         fits=[] if found.layout or cache is None else fitting_layouts(cache, stats),
-        **facts_of(found, stats),
+        **facts_of(found, stats, advance),
         sliding=None if second is None else Inspection(
-            "layers with a window", [], second.contents.description, **facts_of(second, stats)
+            "layers with a window", [], second.contents.description, **facts_of(second, stats, advance)
         ),
     )  # fmt: skip
 
@@ -223,10 +245,39 @@ def not_understood(source: CacheSource) -> tuple[str, ...]:
     return (f"no array has the name of a cache: give{pattern.removeprefix(', or')}",) if pattern else ()
 
 
-def facts_of(source: CacheSource, stats: bool) -> dict[str, Any]:
+def values_of(source: CacheSource, layer: int | None, row: int | None) -> list[RowValues]:
+    """Return the keys and the values of a row of a layer; [] if neither is given."""
+    if layer is None and row is None:
+        return []
+    if layer is None or row is None:
+        raise argument_error("layer", "a layer and a row, beside each other", "one of them")
+    known: list[int] = []
+    for each in source.caches.values():
+        opened = open_one(each, rows=np.array([row]))
+        numbers = each.layer_numbers or range(len(known), len(known) + opened.count)
+        known += numbers
+        if layer not in numbers:
+            continue
+        found = opened.layer(list(numbers).index(layer))
+        kv = None if each.saved.get("layers") else ds_v4_as_rows(each).one_head_view()[0]
+        views = None if kv is None else kv.keys[list(numbers).index(layer)]
+        in_pool = isinstance(views, np.ndarray) and found.key.tokens == 1
+        count = views.shape[0] * views.shape[1] if in_pool else found.key.tokens
+        if not 0 <= row < count:
+            raise argument_error("row", f"0 to {count - 1}", row)
+        part = slice(0, 1) if in_pool else slice(row, row + 1)
+        return [
+            RowValues(f"layer {layer} {name}, row {row}", side.read(part)[0].astype(np.float64).tolist())
+            for name, side in found.sides.items()
+        ]
+    raise argument_error("layer", f"one of {brief(known)}", layer)
+
+
+def facts_of(source: CacheSource, stats: bool, advance: Callable[[int], object] | None) -> dict[str, Any]:
     """Return the sizes, the use of tables and the statistics of a cache, as arguments of `Inspection`."""
     kv, axis_sizes = ds_v4_as_rows(source).one_head_view()
-    numbers = statistics(source.arrays, None if kv is None else source.given_sides(kv)) if stats else []
+    sides = None if kv is None else source.given_sides(kv)
+    numbers = statistics(source.arrays, sides, advance) if stats else []
     return {"sizes": axis_sizes, "use": use_of(source), "numbers": numbers}
 
 
@@ -256,21 +307,26 @@ def fitting_layouts(cache: Any, contents: bool) -> list[str]:
         return []
 
 
-def statistics(arrays: Mapping[str, np.ndarray], sides: Mapping[str, Any] | None) -> list[Numbers]:
+def statistics(
+    arrays: Mapping[str, np.ndarray], sides: Mapping[str, Any] | None,
+    advance: Callable[[int], object] | None = None,
+) -> list[Numbers]:  # fmt: skip
     """Return the statistics of keys and values of each layer, or of each array if the layout is unknown."""
     if sides is None:
         numeric = {
             name: x for name, x in arrays.items() if x.dtype.kind in "fiub" or is_extension_dtype(x.dtype)
         }
-        return [numbers_of(name, [array]) for name, array in numeric.items()]
+        return [numbers_of(name, [array], advance) for name, array in numeric.items()]
     return [
-        numbers_of(f"layer {layer} {name}s", views if isinstance(views, tuple) else [views])
+        numbers_of(f"layer {layer} {name}s", views if isinstance(views, tuple) else [views], advance)
         for layer, pair in enumerate(zip(*sides.values(), strict=True))
         for name, views in zip(sides, pair, strict=True)
     ]
 
 
-def numbers_of(name: str, arrays: Iterable[np.ndarray]) -> Numbers:
+def numbers_of(
+    name: str, arrays: Iterable[np.ndarray], advance: Callable[[int], object] | None = None
+) -> Numbers:
     """Return the statistics of arrays, computed a piece at a time."""
     least, most, nan, infinite, zeros, rows = np.inf, -np.inf, 0, 0, 0, 0
     for array in arrays:
@@ -288,6 +344,8 @@ def numbers_of(name: str, arrays: Iterable[np.ndarray]) -> Numbers:
             most = max(most, float(piece.max(initial=-np.inf, where=fine)))
             empty = ~(piece != 0).any(-1)
             zeros, rows = zeros + int(empty.sum()), rows + empty.size
+            if advance is not None:
+                advance(flat[begin : begin + step].nbytes)
     some = least <= most
     return Numbers(name, least if some else None, most if some else None, nan, infinite, zeros, rows)
 

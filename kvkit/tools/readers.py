@@ -127,11 +127,14 @@ def open_cache(
     return first if not others else join_readers(first, others[0])
 
 
-def open_one(source: CacheSource, from_format: str | None = None, rotation: str | None = None) -> CacheReader:
-    """Open the layers of one cache of a file."""
+def open_one(
+    source: CacheSource, from_format: str | None = None, rotation: str | None = None,
+    rows: np.ndarray | None = None,
+) -> CacheReader:  # fmt: skip
+    """Open the layers of one cache of a file, perhaps only some rows of its pool."""
     if source.cache is None and isinstance(about := source.saved.get("layers"), list):
         return open_saved(source, about)
-    return open_arrays(ds_v4_as_rows(source, from_format), from_format, rotation)
+    return open_arrays(ds_v4_as_rows(source, from_format), from_format, rotation, rows)
 
 
 def join_readers(first: CacheReader, second: CacheReader) -> CacheReader:
@@ -211,9 +214,13 @@ def open_states(i: int, layer: Any) -> LayerReader:
 
 
 def open_arrays(
-    source: CacheSource, from_format: str | None = None, rotation: str | None = None
-) -> CacheReader:
-    """Open the cache of a source by its layout. With block tables, only the rows of sequences are read."""
+    source: CacheSource, from_format: str | None = None, rotation: str | None = None,
+    rows: np.ndarray | None = None,
+) -> CacheReader:  # fmt: skip
+    """Open the cache of a source by its layout. With block tables, only the rows of sequences are read.
+
+    `rows` are rows of a pool to read instead; where sequences are arrays of their own, all rows are read.
+    """
     cache = source.require_cache()
     code_dtypes = {each.dtype for each in leaves(cache)} - {one.dtype for one in FLOATS}
     format_name = source.format_of(code_dtypes, from_format) if code_dtypes else None
@@ -228,7 +235,8 @@ def open_arrays(
     codes, numbers = parts["codes"], source.layer_numbers or []
     numbered = len(numbers) == len(codes.keys)
     numbers = numbers if numbered else list(range(len(codes.keys)))
-    rows = None if pages is None else pages.rows()  # of the pool, one sequence after another
+    if rows is None and pages is not None:
+        rows = pages.rows()  # of the pool, one sequence after another
     if pages is not None:
         starts = pages.starts()
     else:

@@ -120,7 +120,7 @@ class CacheSource(CacheArrays):
         if self.layout is None:
             return (f"give {self.two_orders}",) if len(self.orders) > 1 else ()
         return (
-            f"the layout '{self.layout}' is guessed from the names of arrays; give another as layout",
+            f"the layout '{self.layout}' is guessed from the names of arrays; layout=NAME names another",
             *found,
         )
 

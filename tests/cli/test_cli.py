@@ -108,7 +108,7 @@ def test_help_is_immediate(option):
     assert min(seconds) < 0.3
 
 
-@pytest.mark.parametrize("words", [[], ["run"], ["cache", "clean"]], ids=str)
+@pytest.mark.parametrize("words", [[], ["run"], ["vectors", "make"]], ids=str)
 def test_help_is_a_verb(words):
     assert run("help", *words) == run(*words, "--help") == run(*words, "-h")
     assert run("--version") == run("-V") == (0, f"kvkit {kvkit.__version__}\n", "")
@@ -271,10 +271,10 @@ def test_clean(tmp_path, monkeypatch):
     for name in ("0" * 20, "f" * 20):
         disk_cache.save(tmp_path / name / "some-code.bin", b"code")
     (tmp_path / "notes").write_text("mine")
-    assert run("cache", "clean") == (0, f"removed 2 files, 72 B, from {tmp_path}\n", "")
+    assert run("clean") == (0, f"removed 2 files, 72 B, from {tmp_path}\n", "")
     assert [path.name for path in tmp_path.iterdir()] == ["notes"]
     monkeypatch.setenv("KVKIT_CACHE_DIR", "")
-    assert run("cache", "clean")[1].startswith("removed 0 files")
+    assert run("clean")[1].startswith("removed 0 files")
 
 
 def test_a_narrow_screen_splits_no_word(monkeypatch):
@@ -343,6 +343,26 @@ def test_completion(words, offered):
 def test_suggestions(name, known, meant):
     assert show.suggestion(name, known) == f" (did you mean {meant}?)"
     assert show.suggestion("zz", known) == ""
+
+
+@pytest.mark.parametrize("command", [["check"], ["inspect", "--stats"]], ids=str)
+def test_ctrl_c_does_not_wait_for_numpy(tmp_path, command):
+    """A long call that holds no lock of Python is left alone; the process ends at once."""
+    np.savez(tmp_path / "pool.npz", key_cache=np.zeros((2, 4, 1, 8)), value_cache=np.zeros((2, 4, 1, 8)))
+    code = (
+        "import ctypes, sys; from kvkit import tools; from kvkit_cli.__main__ import start\n"
+        "def wait(*_, **__): print('begun', flush=True); ctypes.CDLL(None).sleep(60)\n"
+        f"setattr(tools, {command[0]!r}, wait); sys.argv[1:] = {[*command, 'pool.npz']!r}; start()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout.readline() == "begun\n"
+    begin = time.perf_counter()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err.strip()) == (130, "", "kvkit: interrupted")
+    assert time.perf_counter() - begin < 5  # one second, on a machine that does nothing else
 
 
 # Warming

@@ -2,6 +2,7 @@
 
 import json
 
+import click
 import pytest
 import verbs
 from pack_scenes import pmx_pack
@@ -11,7 +12,7 @@ import kvkit as package
 from kvkit.files import members
 from kvkit.layouts import NAMED
 from kvkit.operators import OPERATORS, REQUIRED
-from kvkit_cli.main import VERBS
+from kvkit_cli.main import VERBS, main
 
 PACK = "PACK"  # stands for the folder of a pack, which each process of tests makes
 KV = "run key_value_cache"
@@ -38,9 +39,12 @@ def folder(room, monkeypatch):
 
 FINE = [  # the code; the command; texts in what it prints
     (0, "layouts", "\nhf ", "l kv | b h n c"),
-    (0, "layouts LBNHC --sizes n=2,c=64", "also called LBNHC", "vLLM, since 0.26", "kv         2      64\n",
+    (0, "draw LBNHC --sizes n=2,c=64", "also called LBNHC", "vLLM, since 0.26", "kv         2      64\n",
      "n          2     256\n", "b0 | K n0 h0 | V n0 h0 | K n0 h1 | V n0 h1 |\n"),
-    (0, "layouts '| b c n'", "| b c n\none array"),
+    (0, "draw '| b c n'", "| b c n\none array"),
+    (0, "inspect hf.safetensors --layer 1 --row 17", "layer 1 values, row 17\n  head 0: "),
+    (0, "describe KeyValueCache", "key_value_cache: ", "PMX KeyValueCache"),
+    (0, "describe ReshapeAndCache", "ascend.reshape_and_cache: "),
     (0, "inspect hf.safetensors --stats", ": 4 arrays", "layout: hf", "rope_base: 100000.0",
      "layer 1 values"),
     (0, "inspect pool-of-nan.npz", "vllm-lbnhc"),
@@ -102,6 +106,7 @@ JSON = [  # the code; the command without --json; what is looked at; its value
      lambda x: [each.get("default", REQUIRED) for each in x["attributes"]], DEFAULTS),
     (0, "info", lambda x: x["kvkit"], package.__version__),
     (0, "layouts", lambda x: (list(x), x["hf"]["line"]), (list(NAMED), "l kv | b h n c")),
+    (0, "draw LBNHC", lambda x: x["aliases"][0], "LBNHC"),
     (0, "inspect hf.safetensors", lambda x: x["sizes"], {"l": 2, "b": 1, "n": 21, "h": 3, "c": 8}),
     (0, "inspect hf.safetensors --stats", lambda x: (x["numbers"][0]["name"], x["numbers"][0]["nan"]),
      ("layer 0 keys", 0)),
@@ -132,6 +137,9 @@ REFUSED = [  # the command; texts of its message; the code, if it is not 2
     ("diff a.npz", "missing B: the file that is compared with A (see kvkit diff --help)"),
     (f"{KV} in.npz -o o.txt", "-o o.txt: results are written as .npz, not as .txt: give -o o.npz"),
     ("run key_value_cach in.npz -o out.npz", "(did you mean key_value_cache?); there are key_value_cache"),
+    ("fine.npz", "no verb 'fine.npz', but a file: kvkit inspect fine.npz (see"),
+    ("cache clean", "no verb 'cache'"),
+    ("describe FlashAttention", "expected one operator, got merge_attention_states, paged_attention"),
     ("describe nothing", "no operator 'nothing'; there are key_value_cache, multi_head_attention"),
     (f"{KV} in.npz -o x.npy", "-o x.npy: results are written as .npz, not as .npy"),
     (f"{KV} in.npz -o x.safetensors", "not as .safetensors: give -o x.npz"),
@@ -204,11 +212,14 @@ REFUSED = [  # the command; texts of its message; the code, if it is not 2
     ("warm --backend cuda --formats int9", "--formats int9: expected one of"),
     ("warm --backend cuda cache", "cache: --backend cuda compiles attention and cache together: leave"),
     ("warm --backend cuda --queries 0", "'--queries': 0 is not in the range x>=1"),
-    ("layouts vllm-lbnh", "no layout 'vllm-lbnh' (did you mean vllm-lbnhc?)"),
-    ("layouts hf --sizes n", "--sizes n: expected AXIS=NUMBER"),
-    ("layouts hf --sizes q=1", "--sizes: expected positive integers"),
+    ("draw hf --sizes n", "--sizes n: expected AXIS=NUMBER"),
+    ("draw hf --sizes q=1", "--sizes: expected positive integers"),
+    ("draw fine.npz --json", "--json: expected a layout beside it, got the file fine.npz"),
+    ("inspect hf.safetensors --row 3", "--layer: expected a layer and a row, beside each other"),
+    ("inspect hf.safetensors --layer 2 --row 3", "--layer: expected one of [0, 1], got 2"),
+    ("inspect hf.safetensors --layer 1 --row 21", "--row: expected 0 to 20, got 21"),
+    ("inspect hf.safetensors --layer 1 --row -1", "--row: expected 0 to 20, got -1"),
     ("inspect hf.safetensors --layout vllm-lbnhc", "arrays"),
-    ("inspect absent", "no such file: check the name"),
     ("inspect pool.npz --layout nope", "--layout: expected a line, such as"),
     *((f"{verb} no-tables-{i}.npz", "expected") for verb in ("inspect", "draw") for i in range(6)),
     (f"{CONVERT} no-such", "--to: expected a line, such as ", "or a name that kvkit layouts lists"),
@@ -223,8 +234,10 @@ REFUSED = [  # the command; texts of its message; the code, if it is not 2
     ("study hf.safetensors --threshold 0", "--threshold: expected a positive number"),
     (f"{CONVERT} vllm-lbnhc --from ort-paged", "expected hf, as the file says, got ort-paged"),
     (f"{CONVERT} vllm-lbnhc --sizes h=4", "expected"),
-    (f"{CONVERT} vllm-lbnhc --page-size 0", "--page-size 0: expected a positive number"),
-    (f"{CONVERT} vllm-lbnhc --tables absent --page-size 4", "no such file"),
+    (f"{CONVERT} vllm-lbnhc --page-size 0", "--page-size: expected a number of tokens, such as 4096 or 128k"),
+    (f"{CONVERT} vllm-lbnhc --page-size 2048m", "--page-size 2048m: expected less than 2147483648 tokens"),
+    ("study hf.safetensors --tokens 4q", "--tokens: expected a number of tokens, such as 4096 or 128k"),
+    ("size llama-3.1-8b --fit 24", "--fit: expected a number of bytes with its unit", "(did you mean 24GiB?)"),
     ("convert hf.safetensors hf.safetensors --to vllm-lbnhc", "OUT is IN: give another name"),
     ("convert hf.safetensors x.pt --to vllm-lbnhc", "give such a name"),
     ("convert hf.safetensors x.npy --to vllm-lbnhc", "a .npy file has one array"),
@@ -235,9 +248,8 @@ REFUSED = [  # the command; texts of its message; the code, if it is not 2
     ("draw vllm-lbnh", "no such file, and no layout (did you mean vllm-lbnhc?)"),
     ("draw hf -o hf.png", "give -o"),
     ("draw x.npy", "--layout: expected a layout, as x.npy has no tables and names none, got None"),
-    ("draw hf --layout hf", "no such file: --layout names"),
-    *((f"check {rest}", "") for rest in ("absent.npz", "broken.npz", "x.npz", "fine.npz --after x.npz")),
-    *((f"diff a.npz {rest}", "") for rest in ("absent.npz", "broken.npz")),
+    *((f"check {rest}", "") for rest in ("broken.npz", "x.npz", "fine.npz --after x.npz")),
+    ("diff a.npz broken.npz", ""),
     ("diff a.npz b.npz --layout-a colour", "--layout-a: expected a line"),
     ("diff a.npz b.npz --ulp -1", "--ulp: expected at least 0"),
     ("check fine.npz --before a.npz", "--before a.npz: expected --after beside it, got none"),
@@ -245,7 +257,7 @@ REFUSED = [  # the command; texts of its message; the code, if it is not 2
     ("diff a.npz fine.npz", "B: expected some array of key"),
     ("diff pool.npz a.npz --layout-b 'n h c'", "--layout-a: expected a layout"),
     *((f"vectors {rest}", "")
-      for rest in ("replay absent", "verify absent", "verify .", "make .", "export . x")),
+      for rest in ("verify .", "make .", "export . x")),
     ("study pool.npz", "--layout: expected a layout, as the file does not name one"),
     ("study fine.npz", "FILE: expected an array 'cache' and its layout"),
     ("study hf.safetensors --schemes none -o x.npy/in", "output: expected a folder that exists or can be"),
@@ -261,6 +273,42 @@ def test_refused(folder, command, texts):
     assert found[2].endswith("\n")
     assert found[2][:-1].isprintable()
     assert all(text in found[2] for text in texts), found[2]
+
+
+MISSING = {  # {verb: what it needs beside a file or folder that is missing, X}
+    "run": [f"{KV} X -o out.npz", f"{KV} X --in-place"],
+    "check": ["check X", "check fine.npz --after X", "check --before X --after fine.npz",
+              "check fine.npz --model X"],
+    "diff": ["diff X a.npz", "diff a.npz X", "diff a.npz b.npz --like X"],
+    "study": ["study X", "study hf.safetensors --rope X", "study --model X --text X"],
+    "size": ["size X"],
+    "inspect": ["inspect X", "inspect hf.safetensors --model X"],
+    "draw": ["draw X", "draw hf --layout hf"],
+    "convert": ["convert X new.npz --to hf", f"{CONVERT} vllm-lbnhc --tables X --page-size 4"],
+    "edit": ["edit X --remove 1:2 -o new.npz"],
+    "vectors": [f"vectors {verb}" for verb in ("verify X", "replay X", "diff X .", "export X new")],
+}  # fmt: skip
+
+
+def test_a_missing_file_is_the_same_sentence_everywhere(folder):
+    """A folder is called a folder, and draw takes a name without a suffix for that of a layout, too."""
+    commands = {verb: main.get_command(click.Context(main), verb) for verb in VERBS}
+    groups = {verb: [*getattr(each, "commands", {}).values(), each] for verb, each in commands.items()}
+    with_files = {verb for verb, members in groups.items() for each in members for param in each.params
+                  if isinstance(param, click.Argument) and isinstance(param.type, click.Path)}  # fmt: skip
+    assert with_files <= MISSING.keys()
+    for verb, lines in MISSING.items():
+        for line in lines:
+            kind, name = ("folder", "absent") if verb == "vectors" else ("file", "absent.json")
+            name = "hf" if "X" not in line else name
+            found = kvkit(line.replace("X", name))
+            assert found == (2, "", f"kvkit: {name}: no such {kind}: check the name\n"), line
+
+
+def test_notes_name_options(folder):
+    """The same notes name arguments in Python."""
+    for command, text in (("inspect a.npz", "; --layout NAME names another"),):
+        assert text in kvkit(command)[1]
 
 
 @pytest.mark.parametrize(

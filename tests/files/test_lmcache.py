@@ -31,7 +31,7 @@ def test_ranks_make_a_whole_cache(tmp_path, paths, sizes):
         "1",
         "1234abcd",
     )
-    assert "heads a row has" in found.notes[0] or "give l, h and c in sizes" in found.notes[0]
+    assert "heads a row has" in found.notes[0] or "give sizes={'l': L, " in found.notes[0]
     assert inspect(paths[0], sizes=sizes).sizes == {"l": LAYERS, "n": TOKENS, "h": HEADS // 2, "c": DIM}
     whole = convert(join(paths, sizes=sizes), tmp_path / "x.npz", to_layout="hf", verify=True)
     for layer, sides in enumerate(whole.arrays["cache"]):

@@ -253,7 +253,7 @@ def test_fused_arrays_under_engines_names(tmp_path, name):
         assert (shown.exit_code, hint in shown.stderr) == (2, True), shown.output
         assert name.format(0) in shown.stderr
         assert "num_blocks" not in shown.stderr
-    assert f"fused={FUSED[name]}" in CliRunner().invoke(main, ["inspect", path]).stdout
+    assert f"--cache {FUSED[name]}" in CliRunner().invoke(main, ["inspect", path]).stdout
     given = ["--cache", FUSED[name]]
     for verb in (*verbs, ["inspect", path]):
         shown = CliRunner().invoke(main, [*verb, *given, *layout])
@@ -276,7 +276,7 @@ def test_pages_that_become_sequences_are_noted(tmp_path):
     }
     path, out = str(tmp_path / "pool.npz"), str(tmp_path / "out.npz")
     files.write(path, arrays, files.Description("| b n h c"))
-    note = "note: each page became a sequence of hf; page_size longest writes the sequences of block tables"
+    note = "note: each page became a sequence of hf; --page-size longest writes the sequences of block tables"
     shown = CliRunner().invoke(main, ["convert", path, out, "--to", "hf"])
     assert note in shown.stdout
     assert files.read(out).arrays["cache.0.0"].shape == (6, 2, 16, 8)

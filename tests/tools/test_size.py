@@ -247,7 +247,7 @@ def test_names_of_models_are_read_as_people_write_them(tmp_path, monkeypatch):
         KvkitError, match=r"lama-3\.1-8: expected a file, a folder, or a model as llama-3.1-8b"
     ):
         size("lama-3.1-8")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(KvkitError, match="no such file: check the name"):
         size("nothing.json")
     monkeypatch.chdir(tmp_path)  # a file of that name comes first
     (tmp_path / "llama-3.1-8b").write_text(json.dumps(transformer(1, 2, 8)))

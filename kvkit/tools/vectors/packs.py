@@ -14,6 +14,7 @@ from kvkit.errors import brief
 from kvkit.files import npy
 from kvkit.files.contents import CACHE
 from kvkit.files.errors import FileError
+from kvkit.files.paths import no_such_file
 from kvkit.runtime.call_log import FORMAT_VERSION, MANIFEST
 from kvkit.typed import Array, FilePath
 
@@ -28,7 +29,7 @@ def manifests(folder: FilePath) -> list[Path]:
     """Return the folders with a manifest: this folder, or its subfolders, as KVKIT_LOG=10 writes them."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise FileError(f"{folder}: no such folder: give one with a {MANIFEST}")
+        raise no_such_file(folder, "folder")
     if (folder / MANIFEST).exists():
         return [folder]
     inner = sorted(path.parent for path in folder.glob(f"*/{MANIFEST}"))
@@ -40,6 +41,8 @@ def manifests(folder: FilePath) -> list[Path]:
 def manifest(folder: FilePath) -> dict[str, Any]:
     """Read the manifest of a pack and check its form."""
     path = Path(folder) / MANIFEST
+    if not Path(folder).is_dir():
+        raise no_such_file(folder, "folder")
     try:
         found = json.loads(path.read_text())
     except FileNotFoundError:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from kvkit.errors import KvkitError, printable
-from kvkit.files.errors import FileError
 from kvkit.runtime.call_log import MANIFEST
 from kvkit.tools.tasks import Mapper
 from kvkit.tools.vectors import packs
@@ -79,8 +78,6 @@ def verify(folder: str | os.PathLike, *, mapper: Mapper = map) -> Verified:
     (True, False)
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise FileError(f"{folder}: no such folder")
     cases = packs.manifest(folder)["cases"]
     problems, listed = [], {(folder / MANIFEST).resolve()}
     if not cases:

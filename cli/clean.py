@@ -1,4 +1,4 @@
-"""`kvkit cache`: manage the folder of compiled code."""
+"""`kvkit clean`: remove compiled code from the disk."""
 
 import click
 
@@ -6,19 +6,14 @@ from kvkit.runtime import disk_cache
 from kvkit_cli import show
 
 
-@click.group()
-def cache() -> None:
-    """Remove compiled code from the disk.
+@click.command()
+def clean() -> None:
+    """Remove the compiled code of every version of kvkit. Calls compile it again.
 
     \b
     Example:
-      kvkit cache clean
+      kvkit clean
     """
-
-
-@cache.command()
-def clean() -> None:
-    """Remove the compiled code of every version of kvkit. Calls compile it again."""
     count, size = disk_cache.clean()
     folder = disk_cache.root_folder() or "nowhere: none is kept"
     click.echo(f"removed {count} files, {show.size(size)}, from {folder}")
