@@ -237,7 +237,7 @@ REFUSED = [  # the command; texts of its message; the code, if it is not 2
     (f"{CONVERT} vllm-lbnhc --page-size 0", "--page-size: expected a number of tokens, such as 4096 or 128k"),
     (f"{CONVERT} vllm-lbnhc --page-size 2048m", "--page-size 2048m: expected less than 2147483648 tokens"),
     ("study hf.safetensors --tokens 4q", "--tokens: expected a number of tokens, such as 4096 or 128k"),
-    ("size llama-3.1-8b --fit 24", "--fit: expected a number of bytes with its unit", "(did you mean 24GiB?)"),
+    ("size llama-3.1-8b --fit 24", "--fit: expected a number of bytes with", "(did you mean 24GiB?)"),
     ("convert hf.safetensors hf.safetensors --to vllm-lbnhc", "OUT is IN: give another name"),
     ("convert hf.safetensors x.pt --to vllm-lbnhc", "give such a name"),
     ("convert hf.safetensors x.npy --to vllm-lbnhc", "a .npy file has one array"),
