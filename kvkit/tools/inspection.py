@@ -261,8 +261,9 @@ def values_of(source: CacheSource, layer: int | None, row: int | None) -> list[R
         found = opened.layer(list(numbers).index(layer))
         kv = None if each.saved.get("layers") else ds_v4_as_rows(each).one_head_view()[0]
         views = None if kv is None else kv.keys[list(numbers).index(layer)]
-        in_pool = isinstance(views, np.ndarray) and found.key.tokens == 1
-        count = views.shape[0] * views.shape[1] if in_pool else found.key.tokens
+        in_pool, count = False, found.key.tokens
+        if isinstance(views, np.ndarray) and count == 1:
+            in_pool, count = True, views.shape[0] * views.shape[1]
         if not 0 <= row < count:
             raise argument_error("row", f"0 to {count - 1}", row)
         part = slice(0, 1) if in_pool else slice(row, row + 1)
