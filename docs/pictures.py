@@ -120,12 +120,12 @@ def of_rows(pages):
 
 def offsets():
     return of_rows(
-        tables.from_tokens([1, 2, 3, 4, 5, 9, 10, 11], [0] * 5 + [1] * 3, [0, 1, 2, 3, 4, 0, 1, 2])
+        tables.from_tokens([1, 2, 3, 4, 5, 6, 9, 10, 11], [0] * 6 + [1] * 3, [*range(6), *range(3)])
     )
 
 
 def pages():
-    return of_rows(tables.from_blocks([[2, 1], [0, -1]], [5, 3], page_size=4))
+    return of_rows(tables.from_blocks([[2, 1], [0, -1]], [6, 3], page_size=4))
 
 
 def chats():
