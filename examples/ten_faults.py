@@ -3,9 +3,10 @@
 The keys and values of SmolLM2-135M-Instruct in data/smollm2_kv.npz, two sequences, lie in a paged cache of
 int8 codes. Each fault is one that engines have had. `kvkit.tools.check` and `kvkit.tools.diff` name all ten.
 
-    python examples/ten_faults.py
+    python examples/ten_faults.py [FOLDER for a file of each, and right.npz]
 """
 
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -132,14 +133,16 @@ COMPARED = {
 }  # fmt: skip
 
 
-def main():
-    """Print what the tools say; return the number of faults that they name."""
+def main(folder=None):
+    """Print what the tools say; return the number of faults that they name. Write a file of each to a folder."""
     arrays, inputs = stored()
+    write(folder, "right", arrays)
     print(f"as it is: {check(arrays)}\n")
     named = 0
     for fault, rule in CHECKED.items():
         wrong = copied(arrays)
         fault(wrong)
+        write(folder, fault.__name__, wrong)
         found = check(wrong)
         named += rule in found.rules
         print(f"{fault.__doc__}\n{next((each for each in found if each.rule == rule), 'not named')}\n")
@@ -147,6 +150,7 @@ def main():
     for fault, cause in COMPARED.items():
         wrong = copied(codes)
         fault(wrong, inputs) if fault is truncated else fault(wrong)
+        write(folder, fault.__name__, arrays | wrong)
         best = diff(
             codes, wrong, like={"key_cache": inputs["key_cache"], "value_cache": inputs["value_cache"]}
         ).causes
@@ -156,5 +160,12 @@ def main():
     return named
 
 
+def write(folder, name, arrays):
+    """Write arrays to a file of a folder, if there is one."""
+    if folder:
+        Path(folder).mkdir(exist_ok=True)
+        np.savez(Path(folder) / f"{name}.npz", **arrays)
+
+
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:2])
