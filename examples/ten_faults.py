@@ -134,7 +134,7 @@ COMPARED = {
 
 
 def main(folder=None):
-    """Print what the tools say; return the number of faults that they name. Write a file of each to a folder."""
+    """Print what the tools say, and return how many faults they name; a folder gets a file of each."""
     arrays, inputs = stored()
     write(folder, "right", arrays)
     print(f"as it is: {check(arrays)}\n")
