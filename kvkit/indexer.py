@@ -6,12 +6,11 @@ from numpy.typing import ArrayLike
 
 from kvkit.calls.indexer import choose_rows, score_positions
 from kvkit.checks.arguments import ChoiceArguments, IndexerArguments
+from kvkit.checks.contexts import BlockTables
 from kvkit.checks.indexer import checked_choice, checked_scores
 from kvkit.checks.values import without_float8
 from kvkit.interop import returns_input_kind
 from kvkit.typed import Array
-
-Table = ArrayLike | tuple[ArrayLike, ArrayLike]
 
 
 @returns_input_kind
@@ -19,7 +18,7 @@ def indexer_scores(
     query: Array,
     keys: Array,
     weights: Array,
-    block_tables: Table,
+    block_tables: BlockTables,
     context_lens: ArrayLike,
     query_starts: ArrayLike | None = None,
     *,
@@ -92,7 +91,7 @@ def indexer_scores(
 def topk_rows(
     scores: Array,
     k: int,
-    block_tables: Table,
+    block_tables: BlockTables,
     page_size: int,
     query_starts: ArrayLike | None = None,
     *,

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from kvkit.errors import KvkitError, add_keyword_hint, argument_error
+from kvkit.errors import KvkitError, add_keyword_hint, argument_error, describe
 from kvkit.formats.elements import BFLOAT16, FLOATS8
 from kvkit.runtime import call_log
 from kvkit.typed import Array
@@ -24,6 +24,31 @@ EXTENSION_DTYPES = {fmt.dtype.name: fmt.dtype for fmt in (BFLOAT16, *FLOATS8)}  
 def is_foreign(array: object) -> bool:
     """Return whether an argument is an array of another library than numpy, as DLPack shows it."""
     return not isinstance(array, np.ndarray) and hasattr(array, "__dlpack__")
+
+
+def integers(name: str, value: Any, ndim: int | None = None, *, as_index: bool = False) -> Array:
+    """Return integers as an array of any shape, or of `ndim` axes, without reading elements.
+
+    `as_index` says that the dtype must be int64 or int32, which operators take.
+    """
+    refuse_masked(name, value)
+    axes = "" if ndim is None else f"{ndim} {'axis' if ndim == 1 else 'axes'}"
+    wanted = "integers of dtype int64 or int32" if as_index else f"integers of {axes}" if axes else "integers"
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise argument_error(name, axes if as_index else wanted, "rows of different lengths") from None
+    if array.size == 0 and not (as_index and isinstance(value, np.ndarray)):
+        array = array.astype(np.int64)  # numpy makes an array of float64 of []
+        array = array.reshape((0,) * ndim) if ndim and array.ndim == 1 else array
+    if as_index:
+        if array.dtype != np.int64 and array.dtype != np.int32:
+            raise argument_error(name, wanted, array.dtype)
+        if array.ndim != ndim:
+            raise argument_error(name, axes, f"shape {array.shape}")
+    elif array.dtype.kind not in "iu" or ndim not in (None, array.ndim):
+        raise argument_error(name, wanted, describe(array))
+    return array
 
 
 def as_numpy(array: Any, name: str = "array") -> Any:

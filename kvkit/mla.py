@@ -14,27 +14,25 @@ from kvkit.calls.latent import (
     multiply_heads,
     pieces_of_contexts,
     scatter_rows,
-    slots_of,
 )
 from kvkit.calls.prepared import attend, one_or_all
-from kvkit.checks.arguments import LatentAppend, LatentArguments, PoolAttention, Scoring
+from kvkit.checks.arguments import LatentAppend, LatentArguments
+from kvkit.checks.contexts import BlockTables, Contexts
 from kvkit.checks.latent import (
     LatentCall,
-    LatentContexts,
+    attention_to_rows,
     checked_absorb,
     checked_expand,
     checked_latent_append,
     checked_latent_attention,
 )
-from kvkit.checks.paged import checked_paged_attention
 from kvkit.checks.values import without_float8
 from kvkit.formats import FLOAT32
 from kvkit.interop import returns_input_kind
+from kvkit.layouts.tables import starts_of
 from kvkit.merge import merge_checked
 from kvkit.models.configuration import read_latent_scale
 from kvkit.typed import Array, Attended, Pair
-
-Table = ArrayLike | tuple[ArrayLike, ArrayLike]
 
 
 def mla_scale(config: Any) -> float:
@@ -69,7 +67,7 @@ def mla_scale(config: Any) -> float:
 def mla_attention(
     query: Array | Pair,
     latent: Array,
-    block_tables: Table | None = None,
+    block_tables: BlockTables | None = None,
     context_lens: ArrayLike | None = None,
     query_starts: ArrayLike | None = None,
     *,
@@ -161,12 +159,11 @@ def mla_attention(
     array([[[ 0.7849, -0.2151,  0.4246]]], dtype=float32)
     """
     query = without_float8(query)
-    given = LatentArguments(
+    call = checked_latent_attention(LatentArguments(
         query, latent, block_tables, context_lens, query_starts, softmax_scale=softmax_scale,
         rope_cache=rope_cache, value_dim=value_dim, indices=indices, index_lens=index_lens, extra=extra,
         format=format, is_causal=is_causal, sinks=sinks, lse_of_sinks=lse_of_sinks, return_lse=return_lse,
-    )  # fmt: skip
-    call = checked_latent_attention(given)
+    ))  # fmt: skip
     # If rows can be read in place, one call of attention does it all, unless the lse leaves sinks out.
     in_place = None if call.sinks_last else call.attention or attention_over_bytes(call)
     if in_place is not None:
@@ -174,12 +171,12 @@ def mla_attention(
     # Else attention is computed in float32 and without sinks, which scale the output at the end.
     outputs = None if out is None else call.results.checked(out)
     if call.contexts is None:
-        output, lse = attend_to_rows(call)
+        output, lse = attend_to_chosen(call)
     elif call.attention is None:
         output, lse = attend_to_pieces(call, call.contexts)
     else:
-        wide = given._replace(query=call.query.astype(np.float32), sinks=None, return_lse=True)
-        output, lse = attend(checked_latent_attention(wide).attention or call.attention, None)
+        wide = call.query.astype(np.float32)
+        output, lse = attend(attention_to_rows(call, wide, call.pool.rows, call.contexts), None)
     if call.sinks is not None:
         output, lse = apply_sinks(output, lse, call)
     results: tuple[Array, ...] = (output.astype(call.fmt.dtype, copy=False), lse)[: len(call.results.forms)]
@@ -190,49 +187,45 @@ def mla_attention(
     return one_or_all(results)
 
 
-def attend_to_contexts(
-    query: Array, rows: Array, counts: Array, starts: Any, causal: bool, call: LatentCall
+def attend_to_rows(
+    call: LatentCall, tokens: Array, rows: Array, counts: Array, starts: Array, causal: bool = False
 ) -> Pair:
-    """Attend in float32 to gathered rows [sum of counts, dim]; context i has the next `counts[i]` of them."""
-    pool = rows[:, None]  # pages of one row
-    attention = PoolAttention(
-        query.astype(np.float32), pool, pool[..., : call.value_dim], table_of_rows(counts), counts, starts,
-        layout="b n c" if pool.ndim == 3 else "b n h c", key_scale=None, value_scale=None, alibi_slopes=None,
-        scoring=Scoring(is_causal=causal, softmax_scale=call.softmax_scale), return_lse=True,
-    )  # fmt: skip
-    output, lse = attend(checked_paged_attention(attention), None)
+    """Attend in float32 with some queries to gathered rows; context i has the next `counts[i]` of them."""
+    pool = rows[:, None] if rows.ndim == 3 else rows[:, None, None]  # pages of one row
+    contexts = Contexts(np.arange(len(rows)), starts_of(counts), counts, starts, 1, len(rows))
+    query = call.query[tokens].astype(np.float32)
+    output, lse = attend(attention_to_rows(call, query, pool, contexts, causal), None)
     return output, lse
 
 
-def attend_to_pieces(call: LatentCall, contexts: LatentContexts) -> Pair:
+def attend_to_pieces(call: LatentCall, contexts: Contexts) -> Pair:
     """Attend in float32, piece by piece, to contexts whose rows are in two pools or have to be decoded."""
-    pages, lengths, starts = contexts
-    pool, query = call.pool, call.query
+    lengths, starts = contexts.lengths, contexts.starts
     output, lse = empty_attention(call)
     for pieces in pieces_of_contexts(lengths, np.diff(starts)):
-        slots = np.concatenate([slots_of(pages, pool.page_size, *piece) for piece in pieces])
+        slots = np.concatenate([contexts.slots(i, np.arange(*piece)) for i, *piece in pieces])
         tokens = np.concatenate([np.arange(starts[i], starts[i + 1]) for i, *_ in pieces])
         counts = np.array([end - begin for _, begin, end in pieces])
-        begins = np.concatenate([[0], np.cumsum([starts[i + 1] - starts[i] for i, *_ in pieces])])
+        begins = starts_of(np.array([starts[i + 1] - starts[i] for i, *_ in pieces]))
         sequence, _, end = pieces[0]
         causal = call.causal and end == lengths[sequence]  # queries see all rows of earlier pieces
-        part = attend_to_contexts(query[tokens], gather_rows(pool, slots), counts, begins, causal, call)
+        part = attend_to_rows(call, tokens, gather_rows(call.pool, slots), counts, begins, causal)
         merge_part(output, lse, tokens, part)
     return output, lse
 
 
-def attend_to_rows(call: LatentCall) -> Pair:
+def attend_to_chosen(call: LatentCall) -> Pair:
     """Attend to the chosen rows of each query, in float32."""
-    query = call.query
+    queries = len(call.query)
     output, lse = empty_attention(call)
     for pool, slots, starts in call.chosen:
         most_rows = max(1, int(np.diff(starts).max(initial=0)))  # of a query
         step = max(1, ROWS // most_rows)
-        for begin in range(0, len(query), step):
-            tokens = np.arange(begin, min(begin + step, len(query)))
+        for begin in range(0, queries, step):
+            tokens = np.arange(begin, min(begin + step, queries))
             rows = gather_rows(pool, slots[starts[begin] : starts[tokens[-1] + 1]])
             counts = np.diff(starts[begin : tokens[-1] + 2])
-            part = attend_to_contexts(query[tokens], rows, counts, None, False, call)
+            part = attend_to_rows(call, tokens, rows, counts, np.arange(len(tokens) + 1))
             merge_part(output, lse, tokens, part)
     return output, lse
 
@@ -248,11 +241,6 @@ def merge_part(output: Array, lse: Array, tokens: Array, part: Pair) -> None:
     if (lse[tokens] != -np.inf).any():
         part = merge_checked(FLOAT32, (output[tokens], part[0]), (lse[tokens], part[1]))
     output[tokens], lse[tokens] = part
-
-
-def table_of_rows(counts: Array) -> tuple[Array, Array]:
-    """Return block tables (indptr, indices) of contexts that lie one after the other, in pages of one row."""
-    return np.concatenate([[0], np.cumsum(counts)]), np.arange(counts.sum())
 
 
 def apply_sinks(output: Array, lse: Array, call: LatentCall) -> Pair:

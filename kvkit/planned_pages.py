@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from kvkit.calls.pools import PlannedPages, as_floats
 from kvkit.checks.arguments import PoolAttention, PoolTransfer, Scoring
-from kvkit.checks.paged import checked_plan
+from kvkit.checks.contexts import checked_plan
 from kvkit.interop import returns_input_kind
 from kvkit.rope import Rope, as_rope
 from kvkit.typed import Array, Arrays, Attended

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from kvkit.checks.values import finite_number, flag, integer, positive_number
 from kvkit.errors import KvkitError, argument_error, describe
 from kvkit.formats.elements import FLOATS
-from kvkit.interop import returns_input_kind
+from kvkit.interop import integers, returns_input_kind
 from kvkit.models.configuration import read_ropes
 from kvkit.models.description import RopeWords
 from kvkit.models.rotations import NO_ROTATION
@@ -147,7 +147,7 @@ class Rope:
         shape = states.shape[:-1]
         if states.ndim == 0 or states.shape[-1] < self.end:
             raise argument_error("states", f"heads of {self.end} elements or more", f"shape {states.shape}")
-        positions = whole_numbers(name, positions)
+        positions = integers(name, positions)
         sizes = zip(positions.shape[::-1], shape[::-1], strict=False)
         if positions.ndim > len(shape) or any(size not in (1, tokens) for size, tokens in sizes):
             wanted = f"one for each token of states, {shape}, or one for all"
@@ -173,7 +173,7 @@ class Rope:
         -------
         ndarray of float32, shape [..., rotary_dim / 2, 2]
         """
-        positions = whole_numbers("positions", positions)
+        positions = integers("positions", positions)
         return np.stack(self.cos_sin(positions, np.float32, self.attention_factor), -1)
 
     def write_rotated(self, states: Array, cosines: Array, sines: Array, out: Array) -> None:
@@ -260,17 +260,6 @@ class Rope:
             return cls(words.rotary_dim, words.theta, pairs, scaling, words.begin)
 
         return [rope_of(words) for words in read_ropes(config, expanded=expanded)]
-
-
-def whole_numbers(name: str, given: ArrayLike) -> Array:
-    """Return integers as an array of any shape."""
-    try:
-        numbers = np.asarray(given)
-    except ValueError:
-        raise argument_error(name, "integers", "rows of different lengths") from None
-    if numbers.size and numbers.dtype.kind not in "iu":
-        raise argument_error(name, "integers", describe(given))
-    return numbers
 
 
 def as_rope(rope: object) -> Rope | str | None:

@@ -6,10 +6,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvkit import cpu
-from kvkit.calls.prepared import one_or_all
-from kvkit.checks import pools
+from kvkit.calls.prepared import attention_launches, one_or_all
 from kvkit.checks.arguments import BlockAttention, Scoring
-from kvkit.checks.ascend import attention
+from kvkit.checks.ascend.attention import checked_block_attention, folded_shape, with_bias
 from kvkit.checks.values import one_piece
 from kvkit.interop import returns_input_kind
 from kvkit.typed import Array, Attended, Pair
@@ -87,32 +86,16 @@ def paged_attention(
         query, key_cache, value_cache, block_tables, context_lens, razor_offset,
         scoring=Scoring(None, False, False, softmax_scale, window, softcap, sinks), return_lse=return_lse,
     )  # fmt: skip
-    call = attention.checked_block_attention(arguments)
-    results = call.results.arrays(out)
-    attend_to_blocks(call, *results)
+    call = checked_block_attention(arguments)
+    results, (contexts, heads), weights = call.results.arrays(out), folded_shape(call), call.weights
+    if call.row_bias is not None:
+        offsets, blocks = call.row_bias
+        bias = offsets[blocks] * np.float32(weights.scale)  # [contexts, blocks, rows]
+        weights = with_bias(weights, bias)
+    folded = [array.reshape(contexts, heads, *array.shape[2:]) for array in (call.query, *results)]
+    call = call._replace(query=one_piece(folded[0]), weights=weights)
+    cpu.launches.start(*attention_launches(call, folded[1:]))
+    for result, array in zip(results, folded[1:], strict=True):
+        if not np.may_share_memory(result, array):  # no view of `out` had this shape
+            result[...] = array.reshape(result.shape)
     return one_or_all(results)
-
-
-def attend_to_blocks(call: attention.BlockAttentionCall, out: Array, lse: Array | None = None) -> None:
-    """Run checked attention, where each entry of the block tables is a sequence with one query token."""
-    entries, heads = attention.folded_shape(call)
-    query = one_piece(call.query).reshape(entries, heads, call.query.shape[2])
-    entry_out = out.reshape(entries, heads, out.shape[2])
-    entry_lse = None if lse is None else lse.reshape(entries, heads)
-    context, steps = pools.context_of(call.fmt, *call.caches), attention.entry_steps(call)
-    bias = bias_of(call)
-    weights = call.weights if bias is None else attention.with_bias(call.weights, bias)
-    prepare = cpu.attention.prepare.prepare_attention
-    cpu.launches.start(prepare(query, entry_out, entry_lse, context, steps, entries, weights))
-    if not np.may_share_memory(out, entry_out):  # no view of `out` had this shape
-        out[...] = entry_out.reshape(out.shape)
-    if lse is not None and entry_lse is not None and not np.may_share_memory(lse, entry_lse):
-        lse[...] = entry_lse.reshape(lse.shape)
-
-
-def bias_of(call: attention.BlockAttentionCall) -> Array | None:
-    """Return razor_offset * scale for the rows of each block table, [entries, rows]; None without it."""
-    if call.razor_offset is None:
-        return None
-    bias = call.razor_offset.take(call.table, 0, mode="clip") * np.float32(call.weights.scale)
-    return bias.reshape(len(bias), attention.context_rows(call))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvkit.calls.latent import gather_rows, slots_of
+from kvkit.calls.latent import gather_rows
 from kvkit.checks.indexer import ChoiceCall, IndexerCall
 from kvkit.typed import Array
 
@@ -16,7 +16,7 @@ def score_positions(call: IndexerCall, out: Array | None) -> Array:
     """Score every position of each context, block after block of keys."""
     (scores,) = call.results.arrays(out)
     scores[...] = -np.inf
-    pages, lengths, starts = call.contexts
+    lengths, starts = call.contexts.lengths, call.contexts.starts
     (_, heads, dim), pool = call.query.shape, call.pool
     queries = np.ascontiguousarray(call.query, np.float32) * np.float32(call.softmax_scale)  # [tokens, H, D]
     weights = call.weights.astype(np.float32)  # [tokens, H]
@@ -27,7 +27,7 @@ def score_positions(call: IndexerCall, out: Array | None) -> Array:
         begin, end = starts[sequence], starts[sequence + 1]
         for first in range(0, length, step):
             last = min(first + step, length)
-            rows = gather_rows(pool, slots_of(pages, pool.page_size, sequence, first, last))
+            rows = gather_rows(pool, call.contexts.slots(sequence, np.arange(first, last)))
             key = rows[:, :dim].astype(np.float32, copy=False)
             query = queries[begin:end].reshape(-1, dim)
             products = memory[: len(query) * len(key)].reshape(len(query), len(key))  # [queries * H, keys]
@@ -47,9 +47,9 @@ def choose_rows(call: ChoiceCall, out: Array | None) -> Array:
     """Write the slots of each query's k positions with the highest scores, [tokens, k], then -1."""
     (chosen,) = call.results.arrays(out)
     chosen[...] = -1
-    pages, lengths, starts = call.contexts
-    for sequence, length in enumerate(lengths.tolist()):
-        slots = slots_of(pages, call.page_size, sequence, 0, length)
+    starts = call.contexts.starts
+    for sequence, length in enumerate(call.contexts.lengths.tolist()):
+        slots = call.contexts.slots(sequence, np.arange(length))
         for token in range(starts[sequence], starts[sequence + 1]):
             best = best_positions(call.scores[token, :length], call.k)
             chosen[token, : len(best)] = slots[best]

@@ -7,12 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvkit import cpu
-from kvkit.checks.arguments import Scoring
-from kvkit.checks.attention import AttentionCall, checked_weights
-from kvkit.checks.latent import HeadProduct, LatentCall, LatentPool
-from kvkit.checks.pools import PageTable, context_of, steps_of
-from kvkit.checks.records import NO_MASK
-from kvkit.checks.values import one_piece
+from kvkit.checks.attention import AttentionCall
+from kvkit.checks.latent import HeadProduct, LatentCall, LatentPool, attention_to_rows
 from kvkit.formats.coding import encode
 from kvkit.formats.elements import BFLOAT16, E4M3, FLOAT32
 from kvkit.formats.known import Format
@@ -25,21 +21,14 @@ ROWS = 2**14  # rows that are gathered at a time, some 20 MB
 
 def attention_over_bytes(call: LatentCall) -> AttentionCall | None:
     """Return attention that reads rows of 656 bytes in place; None for other pools."""
-    pool, fmt = call.pool, call.fmt
+    pool = call.pool
     if call.contexts is None or pool.format is None or len(pool.parts) > 1:
         return None
-    pages, lengths, starts = call.contexts
-    rows = pool.parts[0].view(E4M3.dtype)[:, :, None]  # [blocks, page_size, 1 head, 656 bytes]
-    query = one_piece(call.query)
-    context = context_of(fmt, rows, rows)._replace(
+    attention = attention_to_rows(call, call.query, pool.rows.view(E4M3.dtype), call.contexts)
+    context = attention.context._replace(
         dim=pool.dim, value_dim=call.value_dim, decoder=cpu.attention.latent.row_decoder()
     )
-    scoring = Scoring(is_causal=call.causal, softmax_scale=call.softmax_scale, sinks=call.sinks)
-    return AttentionCall(
-        fmt, (*query.shape[:2], call.value_dim), query, context,
-        steps=steps_of(rows, rows, pages, lengths, starts), decoding=0,
-        weights=checked_weights(query, NO_MASK, scoring), inputs=[], results=call.results,
-    )  # fmt: skip
+    return attention._replace(context=context)
 
 
 def gather_rows(pool: LatentPool, slots: Array) -> Array:
@@ -86,15 +75,6 @@ def multiply_heads(call: HeadProduct, out: Array | None) -> Array:
     product = call.rows.astype(np.float32).swapaxes(0, 1) @ (wide if call.axis == 1 else wide.swapaxes(1, 2))
     result[...] = product.swapaxes(0, 1)
     return result
-
-
-def slots_of(pages: PageTable, page_size: int, sequence: int, begin: int, end: int) -> Array:
-    """Return the slots of the positions [begin, end) of a sequence."""
-    first = 0 if pages.starts is None else pages.starts[sequence]
-    table = pages.table[sequence] if pages.starts is None else pages.table[first:]
-    page, offset = np.divmod(np.arange(begin, end), page_size)
-    slots: Array = table[page].astype(np.int64) * page_size + offset
-    return slots
 
 
 def pieces_of_contexts(lengths: Array, queries: Array) -> Iterator[list[tuple[int, int, int]]]:

@@ -20,7 +20,8 @@ from kvkit.calls.prepared import (
 )
 from kvkit.checks import index_tensors
 from kvkit.checks.arguments import PoolAttention, PoolTransfer
-from kvkit.checks.paged import PagedContexts, PoolAppend, checked_append, checked_paged_attention
+from kvkit.checks.contexts import Contexts
+from kvkit.checks.paged import PoolAppend, checked_append, checked_paged_attention
 from kvkit.formats import elements
 from kvkit.runtime.arrays import addresses_of, empty_result
 from kvkit.typed import Array, Arrays, Attended
@@ -88,7 +89,7 @@ class PlannedPages:
 
     __slots__ = ("_angles", "_appended", "_attended", "sequences")
 
-    def __init__(self, sequences: PagedContexts | None = None) -> None:
+    def __init__(self, sequences: Contexts | None = None) -> None:
         self.sequences = sequences
         self._attended: PreparedCalls[tuple[PreparedCall, Forms]] = PreparedCalls()
         self._appended: PreparedCalls[PreparedCall] = PreparedCalls()

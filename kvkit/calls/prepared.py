@@ -292,7 +292,7 @@ def attend_to_keys(call: KeyAttention, out: Array | Arrays | None) -> Attended:
     cpu.launches.start(*launches)
     if not prepared and not seen_once.take(form):
         seen_once.keep(form, True)
-    elif all(map(operator.is_, arrays, dict(checked.inputs).values())):
+    elif all(map(operator.is_, arrays, dict(checked.results.inputs).values())):
         launches[0].owners = {cpu.attention.params.FIELD[field]: name for field, name in OWNERS.items()}
         named = dict(zip(OWNERS.values(), (*arrays, results[0]), strict=True))
         attentions.keep(form, PreparedCall(launches, named, 1))

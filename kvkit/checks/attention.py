@@ -51,18 +51,18 @@ class AttentionCall(NamedTuple):
     """A checked call of attention, before its outputs are made."""
 
     fmt: Element
-    shape: tuple[int, ...]  # of attn_output
     query: Array
     context: Context
     steps: StepIndex
     decoding: int  # the number of sequences that ignore the causal mask
     weights: Weights
-    inputs: NamedArrays
     results: Results
     current: tuple[Array, ...] = ()  # new keys and values, which are appended first
     layer: CacheLayer | None = None  # the layer of a cache that they are appended to
     written: NamedArrays = ()  # the arrays that the append writes
     blocks: int = 0  # pages of its pools
+    # Numbers of rows [pages, rows], which are added to q @ k, and the pages [B, M] of contexts
+    row_bias: tuple[Array, Array] | None = None
 
 
 def checked_attention(sequences: Sequences, call: KeyAttention) -> AttentionCall:
@@ -83,9 +83,7 @@ def checked_attention(sequences: Sequences, call: KeyAttention) -> AttentionCall
     if flag("return_key_weights", call.return_key_weights):
         key_weights = query.shape[0], query.shape[2], key.shape[1]  # [B, heads, keys]
     results = attention_results(shape, fmt, call.return_lse, inputs, key_weights)
-    return AttentionCall(
-        fmt, shape, query, context, steps, sequences.decoding, weights, inputs=inputs, results=results
-    )
+    return AttentionCall(fmt, query, context, steps, sequences.decoding, weights, results)
 
 
 def checked_cache_attention(sequences: Sequences, call: CacheAttention) -> AttentionCall:
@@ -108,7 +106,7 @@ def checked_cache_attention(sequences: Sequences, call: CacheAttention) -> Atten
     if scoring.attn_mask is not None:
         weights = weights._replace(mask=sequences.mask(fmt, scoring.attn_mask, query, steps))
     return AttentionCall(
-        fmt, query.shape, query, cache_context(layer), steps, sequences.decoding, weights, inputs=inputs,
+        fmt, query, cache_context(layer), steps, sequences.decoding, weights,
         results=attention_results(query.shape, fmt, call.return_lse, [*inputs, *written]),
         current=(key, value), layer=layer, written=written,
     )  # fmt: skip

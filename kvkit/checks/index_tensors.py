@@ -15,13 +15,12 @@ from kvkit.checks.records import ENDLESS, CacheLayer, MaskPlace, StepIndex
 from kvkit.checks.values import choice, integer
 from kvkit.errors import KvkitError, argument_error
 from kvkit.formats.elements import Element
-from kvkit.interop import refuse_masked
+from kvkit.interop import integers
 from kvkit.layouts import pmx
 from kvkit.layouts.grammar import Layout
 from kvkit.typed import Array
 
 INT64_MAX = np.iinfo(np.int64).max
-AXIS_WORD = {1: "axis", 2: "axes"}
 NamedLength = tuple[str, int]  # the name of an array, and its length
 # With KVKIT_VALIDATE=1 in the environment, operators also refuse tables that can be read but are wrong. It is
 # read once: a look-up takes a microsecond of each call.
@@ -38,20 +37,7 @@ def index(name: str, value: ArrayLike, ndim: int = 1, length: int | None = None)
 
 def index_form(name: str, value: ArrayLike, ndim: int) -> Array:
     """Return an index tensor as an array of the right dtype and number of axes, without reading elements."""
-    if isinstance(value, np.ma.MaskedArray):
-        refuse_masked(name, value)
-    try:
-        array = np.asarray(value)
-    except ValueError:
-        raise argument_error(name, f"{ndim} {AXIS_WORD[ndim]}", "rows of different lengths") from None
-    if array.size == 0 and not isinstance(value, np.ndarray):
-        array = array.astype(np.int64)  # numpy makes an array of float64 of []
-        array = array.reshape((0,) * ndim) if array.ndim == 1 else array
-    if array.dtype != np.int64 and array.dtype != np.int32:
-        raise argument_error(name, "integers of dtype int64 or int32", array.dtype)
-    if array.ndim != ndim:
-        raise argument_error(name, f"{ndim} {AXIS_WORD[ndim]}", f"shape {array.shape}")
-    return array
+    return integers(name, value, ndim, as_index=True)
 
 
 def check_static_room(batch: int, seqlen: int, start_pos: int, layer: CacheLayer) -> None:

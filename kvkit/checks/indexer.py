@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvkit.checks.arguments import ChoiceArguments, IndexerArguments
+from kvkit.checks.contexts import Contexts, checked_contexts, checked_starts, checked_table
 from kvkit.checks.index_tensors import index
-from kvkit.checks.latent import LatentContexts, LatentPool, float_part
+from kvkit.checks.latent import LatentPool, float_part
 from kvkit.checks.outputs import Results
-from kvkit.checks.paged import starts_of
-from kvkit.checks.pools import checked_table
 from kvkit.checks.values import check_not_empty, checked_format, integer, named_arrays, positive_number
 from kvkit.errors import argument_error, describe
 from kvkit.formats import FLOATS
@@ -29,7 +28,7 @@ class IndexerCall(NamedTuple):
     weights: Array  # [tokens, heads]
     pool: LatentPool
     scaled: bool  # whether the last element of a row of the pool is its scale
-    contexts: LatentContexts
+    contexts: Contexts
     softmax_scale: float
     results: Results
 
@@ -39,8 +38,7 @@ class ChoiceCall(NamedTuple):
 
     scores: Array  # [tokens, N]
     k: int
-    page_size: int
-    contexts: LatentContexts  # a context ends after its last score above -inf
+    contexts: Contexts  # a context ends after its last score above -inf
     results: Results
 
 
@@ -54,16 +52,15 @@ def checked_scores(call: IndexerArguments) -> IndexerCall:
     if weights.shape != (tokens, heads):
         raise argument_error("weights", f"shape {(tokens, heads)}, as query has", weights.shape)
     pool = pool_of_keys(call.keys, call.key_scale, dim)
-    lengths = index("context_lens", call.context_lens)
-    starts = starts_of(call.query_starts, len(lengths), tokens)
-    pages = checked_table(call.block_tables, lengths, len(call.keys), pool.page_size)
+    tables = call.block_tables, call.context_lens, call.query_starts
+    contexts = checked_contexts(*tables, len(call.keys), pool.page_size, tokens)
     given = call.softmax_scale
     softmax_scale = dim**-0.5 if given is None else positive_number("softmax_scale", given)
-    forms: Forms = {"scores": ((tokens, int(lengths.max(initial=0))), FLOATS[0].dtype)}
+    forms: Forms = {"scores": ((tokens, int(contexts.lengths.max(initial=0))), FLOATS[0].dtype)}
     inputs = named_arrays(query=query, keys=call.keys, weights=weights, key_scale=call.key_scale)
     return IndexerCall(
-        query, weights, pool, call.key_scale is not None, LatentContexts(pages, lengths, starts),
-        softmax_scale, Results(forms, inputs, alone=True),
+        query, weights, pool, call.key_scale is not None, contexts, softmax_scale,
+        Results(forms, inputs, alone=True),
     )  # fmt: skip
 
 
@@ -96,10 +93,10 @@ def checked_choice(call: ChoiceArguments) -> ChoiceCall:
         batch = len(index("block_tables", tables[0] if tables else (), 1)) - 1
     else:  # [B, M]
         batch = len(index("block_tables", tables, 2))
-    names = "scores", "block_tables"
-    starts = starts_of(call.query_starts, batch, len(scores), names)
-    lengths = np.array([ends[a:b].max(initial=0) for a, b in itertools.pairwise(starts)])
-    pages = checked_table(tables, lengths.astype(np.int64), 2**31 // page_size, page_size)  # rows fit int32
+    starts = checked_starts(call.query_starts, batch, len(scores), ("scores", "block_tables"))
+    lengths = np.array([ends[a:b].max(initial=0) for a, b in itertools.pairwise(starts)], np.int64)
+    blocks = 2**31 // page_size  # rows fit int32
+    pages = checked_table(tables, lengths, blocks, page_size)
     forms: Forms = {"rows": ((len(scores), k), np.dtype(np.int32))}
     results = Results(forms, named_arrays(scores=scores), alone=True)
-    return ChoiceCall(scores, k, page_size, LatentContexts(pages, lengths, starts), results)
+    return ChoiceCall(scores, k, Contexts(*pages, lengths, starts, page_size, blocks), results)

@@ -9,12 +9,14 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import ArrayLike
 
-from kvkit.checks.arguments import LatentAppend, LatentArguments, PoolAttention, Scoring
-from kvkit.checks.attention import AttentionCall, attention_results, check_sinks
+from kvkit.checks.arguments import LatentAppend, LatentArguments, Scoring
+from kvkit.checks.attention import AttentionCall, attention_results, check_sinks, checked_weights
+from kvkit.checks.contexts import Contexts, checked_contexts
 from kvkit.checks.index_tensors import index
 from kvkit.checks.outputs import Results
-from kvkit.checks.paged import checked_paged_attention, starts_of
-from kvkit.checks.pools import PageTable, checked_table
+from kvkit.checks.paged import attention_to_pages
+from kvkit.checks.pools import context_of, pool_view
+from kvkit.checks.records import NO_MASK
 from kvkit.checks.values import (
     check_apart,
     check_not_empty,
@@ -23,14 +25,16 @@ from kvkit.checks.values import (
     flag,
     integer,
     named_arrays,
+    one_piece,
     positive_number,
 )
 from kvkit.errors import KvkitError, argument_error, describe
-from kvkit.formats import FLOATS, Element
+from kvkit.formats import BY_DTYPE, FLOATS, Element
 from kvkit.formats.elements import E4M3
 from kvkit.formats.known import Format, named
 from kvkit.formats.packing import bytes_of_row, count_elements
 from kvkit.interop import refuse_masked
+from kvkit.layouts.tables import starts_of
 from kvkit.typed import Array
 
 CODED = "ds_mla", "ds_v4"  # formats whose rows are bytes
@@ -61,9 +65,15 @@ class LatentPool:
     dim: int
 
     @property
+    def rows(self) -> Array:
+        """Return the first part, or the only one, as [blocks, page_size, heads, width]."""
+        part = self.parts[0]
+        return part if part.ndim == 4 else part[:, :, None]
+
+    @property
     def heads(self) -> int:
         """Return the number of heads of a row, each of which is a key and a value."""
-        return int(self.parts[0].shape[2]) if self.parts[0].ndim == 4 else 1
+        return int(self.rows.shape[2])
 
     @property
     def page_size(self) -> int:
@@ -82,11 +92,6 @@ class LatentPool:
             return ""
         return f" (without a rope: {line.format(f'np.zeros({(*shape[:-1], tail)}')})"
 
-    @property
-    def in_place(self) -> bool:
-        """Return whether attention can read the rows in place."""
-        return self.format is None and len(self.parts) == 1
-
 
 class LatentRows(NamedTuple):
     """Chosen rows of a pool: query i attends to slots[starts[i]:starts[i + 1]]."""
@@ -96,21 +101,13 @@ class LatentRows(NamedTuple):
     starts: Array
 
 
-class LatentContexts(NamedTuple):
-    """The pages and lengths of contexts, and where the queries of each sequence begin."""
-
-    pages: PageTable
-    lengths: Array
-    starts: Array
-
-
 class LatentCall(NamedTuple):
     """A checked call of attention over latent rows: over contexts, or over chosen rows."""
 
     fmt: Element
     query: Array  # [tokens, heads, dim]
     pool: LatentPool
-    contexts: LatentContexts | None
+    contexts: Contexts | None
     chosen: list[LatentRows]
     value_dim: int
     softmax_scale: float
@@ -139,12 +136,38 @@ def checked_latent_attention(call: LatentArguments) -> LatentCall:
     results = attention_results((*query.shape[:2], value_dim), fmt, call.return_lse, inputs)
     contexts, chosen = None, chosen_rows(call, pool, len(query))
     if not chosen:
-        contexts = checked_contexts(call, pool, len(query))
+        tables = call.block_tables, call.context_lens, call.query_starts
+        contexts = checked_contexts(*tables, len(pool.parts[0]), pool.page_size, len(query))
     checked = LatentCall(
         fmt, query, pool, contexts, chosen, value_dim=value_dim, softmax_scale=softmax_scale,
         causal=causal, sinks=sinks, sinks_last=sinks_last, attention=None, results=results,
     )  # fmt: skip
-    return checked._replace(attention=attention_in_place(call, checked)) if contexts else checked
+    if contexts is None or pool.format is not None or len(pool.parts) > 1:
+        return checked
+    rows = pool_view("latent", pool.rows, "bnhc", FLOATS)
+    return checked._replace(attention=attention_to_rows(checked, query, rows, contexts))
+
+
+def attention_to_rows(
+    call: LatentCall, query: Array, rows: Array, contexts: Contexts, causal: bool | None = None
+) -> AttentionCall:
+    """Return attention to rows [blocks, page_size, heads, elements] in pages, read in place.
+
+    With `causal`, rows are a part of the contexts. Attention to a part, or for an lse that leaves sinks out,
+    has no sinks and returns its lse.
+    """
+    fmt, (tokens, heads, _) = BY_DTYPE[query.dtype], query.shape
+    is_part = causal is not None or call.sinks_last
+    value = rows if rows.dtype == E4M3.dtype else rows[..., : call.value_dim]  # coded rows are read whole
+    scoring = Scoring(is_causal=call.causal if causal is None else causal, softmax_scale=call.softmax_scale)
+    results = call.results
+    if is_part:
+        results = attention_results((tokens, heads, call.value_dim), fmt, True, ())
+    else:
+        scoring = scoring._replace(sinks=call.sinks)
+    context, query = context_of(fmt, rows, value), one_piece(query)
+    weights = checked_weights(query, NO_MASK, scoring)
+    return attention_to_pages(fmt, query, context, rows, contexts, weights, results)
 
 
 def chosen_rows(call: LatentArguments, pool: LatentPool, tokens: int) -> list[LatentRows]:
@@ -176,29 +199,6 @@ def extra_rows(extra: Any, pool: LatentPool, tokens: int) -> LatentRows:
         raise argument_error("extra[0]", wanted, f"{second.heads} x {second.dim}")
     chosen = checked_indices(("extra[1]", "extra[2]"), indices, lengths, tokens, second.slots)
     return LatentRows(second, *chosen)
-
-
-def checked_contexts(call: LatentArguments, pool: LatentPool, tokens: int) -> LatentContexts:
-    """Return the checked contexts of a call, in pages."""
-    lengths = index("context_lens", call.context_lens)
-    starts = starts_of(call.query_starts, len(lengths), tokens)
-    blocks = pool.parts[0].shape[0]
-    return LatentContexts(checked_table(call.block_tables, lengths, blocks, pool.page_size), lengths, starts)
-
-
-def attention_in_place(call: LatentArguments, checked: LatentCall) -> AttentionCall | None:
-    """Return attention that reads one pool of floats in place; None for other pools."""
-    if not checked.pool.in_place:
-        return None
-    rows, sinks = checked.pool.parts[0], None if checked.sinks_last else checked.sinks
-    attention = checked_paged_attention(PoolAttention(
-        checked.query, key_cache=rows, value_cache=rows[..., : checked.value_dim],
-        block_tables=call.block_tables, context_lens=call.context_lens, query_starts=call.query_starts,
-        layout="b n c" if rows.ndim == 3 else "b n h c", key_scale=None, value_scale=None, alibi_slopes=None,
-        scoring=Scoring(is_causal=checked.causal, softmax_scale=checked.softmax_scale, sinks=sinks),
-        return_lse=True,
-    ))  # fmt: skip
-    return attention if checked.sinks_last else attention._replace(results=checked.results)
 
 
 def checked_latent_pool(name: str, latent: Any, rope_cache: Any, format: str | None) -> LatentPool:
@@ -329,7 +329,7 @@ def checked_indices(
     if lengths is not None:
         counts = index(names[1], lengths, 1, tokens)
         valid &= np.arange(chosen.shape[1]) < counts[:, None]
-    return chosen[valid], np.concatenate([[0], np.cumsum(valid.sum(axis=1))])
+    return chosen[valid], starts_of(valid.sum(axis=1))
 
 
 class LatentStore(NamedTuple):

@@ -1,16 +1,18 @@
 """Check attention over pools of pages, appends to them, and copies of blocks."""
 
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from kvkit.checks import attention, masks, pools
 from kvkit.checks.arguments import PoolAttention, PoolTransfer
-from kvkit.checks.attention import AttentionCall
-from kvkit.checks.index_tensors import index
-from kvkit.checks.outputs import same_place
-from kvkit.checks.pools import CONTENT, INT32_MAX, PageTable
+from kvkit.checks.attention import AttentionCall, Weights
+from kvkit.checks.contexts import Contexts, check_planned, checked_contexts
+from kvkit.checks.index_tensors import INT64_MAX, index
+from kvkit.checks.outputs import Results, same_place
+from kvkit.checks.pools import CONTENT
+from kvkit.checks.records import Context
 from kvkit.checks.values import (
     FORMATS,
     POOLED,
@@ -21,7 +23,6 @@ from kvkit.checks.values import (
     element_step,
     finite_number,
     flag,
-    integer,
     named_arrays,
     one_piece,
 )
@@ -36,65 +37,7 @@ BLOCK_NAMES = {element.name: element for element in BLOCKS}
 Scale = float | Array | None
 
 
-class PagedContexts(NamedTuple):
-    """Checked contexts in pages. A context ends with the tokens of its queries."""
-
-    pages: PageTable
-    lengths: Array  # [B]
-    starts: Array  # [B + 1]: where the queries of each sequence begin
-    page_size: int
-    blocks: int  # pools have at least as many pages
-
-    def tensors(self, operator: str) -> dict[str, object]:
-        """Return the index tensors that an operator takes, by name."""
-        if "attention" not in operator:
-            return {"slot_mapping": new_slots(self), "positions": new_positions(self)}
-        table, starts = self.pages
-        tables = table if starts is None else (starts, table)
-        return {"block_tables": tables, "context_lens": self.lengths, "query_starts": self.starts}
-
-
-def checked_plan(
-    block_tables: ArrayLike | tuple[ArrayLike, ArrayLike],
-    context_lens: ArrayLike,
-    query_starts: ArrayLike | None,
-    page_size: SupportsIndex,
-) -> PagedContexts:
-    """Check the contexts of a plan, before its pools are known."""
-    size = integer("page_size", page_size, 1)
-    lengths = index("context_lens", context_lens)
-    pages = pools.checked_table(block_tables, lengths, INT32_MAX, size)
-    starts = starts_of(query_starts, len(lengths), None)
-    used = pools.used_pages(pages, lengths, size)
-    return PagedContexts(pages, lengths, starts, size, int(used.max(initial=-1)) + 1)
-
-
-def contexts_of(call: PoolAttention, key: Array, planned: PagedContexts | None) -> PagedContexts:
-    """Return the checked contexts of a call over pools, or of its plan, which must fit the pools."""
-    (blocks, page_size), tokens = key.shape[:2], len(call.query)
-    if planned is None:
-        lengths = index("context_lens", call.context_lens)
-        pages = pools.checked_table(call.block_tables, lengths, blocks, page_size)
-        return PagedContexts(
-            pages, lengths, starts_of(call.query_starts, len(lengths), tokens), page_size, blocks
-        )
-    check_planned(planned, "query", tokens, "key_cache", key)
-    table = planned.pages.table.copy()  # `steps_of` overwrites it with row ids
-    return planned._replace(pages=planned.pages._replace(table=table))
-
-
-def check_planned(planned: PagedContexts, name: str, tokens: int, pool_name: str, pool: Array) -> None:
-    """Check that a plan has as many tokens, and that a pool has the plan's pages."""
-    blocks, page_size = pool.shape[:2]
-    if tokens != planned.starts[-1]:
-        raise argument_error(name, f"the {planned.starts[-1]} tokens of the plan", tokens)
-    if page_size != planned.page_size:
-        raise argument_error(pool_name, f"pages of {planned.page_size} tokens, as the plan", page_size)
-    if blocks < planned.blocks:
-        raise argument_error(pool_name, f"at least the {planned.blocks} pages that the plan names", blocks)
-
-
-def checked_paged_attention(call: PoolAttention, planned: PagedContexts | None = None) -> AttentionCall:
+def checked_paged_attention(call: PoolAttention, planned: Contexts | None = None) -> AttentionCall:
     """Check a call of `kvkit.paged_attention`, or of a plan with the contexts `planned`."""
     call = call._replace(key_scale=number_of(call.key_scale), value_scale=number_of(call.value_scale))
     query, scoring = call.query, call.scoring
@@ -103,36 +46,55 @@ def checked_paged_attention(call: PoolAttention, planned: PagedContexts | None =
     tokens, heads, _ = query.shape
     stored = formats_of_blocks(call)
     key, value = pools_of_queries(call, stored)
-    contexts = contexts_of(call, key, planned)
-    lengths = contexts.lengths
+    if planned is None:
+        tables, (blocks, rows) = (call.block_tables, call.context_lens, call.query_starts), key.shape[:2]
+        contexts = checked_contexts(*tables, blocks, rows, tokens)
+    else:
+        check_planned(planned, "query", tokens, "key_cache", key)
+        contexts = planned
     query = one_piece(query)
-    mask = masks.own_mask(fmt, scoring.attn_mask, heads, tokens, int(lengths.max(initial=0)))
+    batch, longest = len(contexts.lengths), int(contexts.lengths.max(initial=0))
+    mask = masks.own_mask(fmt, scoring.attn_mask, heads, tokens, longest)
     weights = attention.checked_weights(query, mask, scoring)
     slopes = call.alibi_slopes
     if slopes is not None:
-        slopes = numbers_of_heads("alibi_slopes", slopes, len(lengths), heads, "query heads")
+        slopes = numbers_of_heads("alibi_slopes", slopes, batch, heads, "query heads")
     token_scales = head_scales = None
     if not stored:
-        token_scales = scales_of_tokens(call, key, value, len(lengths))
+        token_scales = scales_of_tokens(call, key, value, batch)
         if not token_scales:
-            head_scales = scales_of_heads(call, key, value, len(lengths), weights.scale)
+            head_scales = scales_of_heads(call, key, value, batch, weights.scale)
     inputs = named_arrays(
         query=query, key_cache=key, value_cache=value, attn_mask=scoring.attn_mask,
         alibi_slopes=call.alibi_slopes, sinks=scoring.sinks, key_scale=call.key_scale,
         value_scale=call.value_scale,
     )  # fmt: skip
     context = pools.context_of(fmt, key, value, token_scales, stored)
-    shape = (tokens, heads, context.value_dim)
     key_weights = None
     if flag("return_key_weights", call.return_key_weights):
-        key_weights = len(lengths), heads, int(lengths.max(initial=0))
+        key_weights = batch, heads, longest
+    results = attention.attention_results(
+        (tokens, heads, context.value_dim), fmt, call.return_lse, inputs, key_weights
+    )
+    weights = weights._replace(slopes=slopes, scales=head_scales)
+    return attention_to_pages(fmt, query, context, key, contexts, weights, results, own=planned is None)
+
+
+def attention_to_pages(
+    fmt: Element, query: Array, context: Context, key: Array, contexts: Contexts, weights: Weights,
+    results: Results, own: bool = False,
+) -> AttentionCall:  # fmt: skip
+    """Return the checked call of attention to contexts in pools; `key` is the view of the keys' pool.
+
+    `own` says that nothing else has the contexts, whose table may be overwritten.
+    """
+    (blocks, rows, *_), (page, _), (step, value_step) = key.shape, context.pages, context.steps
+    # The last row id of keys, and one more; no bound is known if pages descend in memory.
+    end = INT64_MAX if page < 0 else (blocks - 1) * page + (rows - 1) * step + 1
+    steps = contexts.steps(context.pages, end, same_rows=step == value_step, overwrite=own)
     return AttentionCall(
-        fmt, shape, query, context=context,
-        steps=pools.steps_of(key, value, contexts.pages, lengths, contexts.starts), decoding=0,
-        weights=weights._replace(slopes=slopes, scales=head_scales), inputs=inputs,
-        results=attention.attention_results(shape, fmt, call.return_lse, inputs, key_weights),
-        blocks=len(key),
-    )  # fmt: skip
+        fmt, query, context, steps, decoding=0, weights=weights, results=results, blocks=blocks
+    )
 
 
 def formats_of_blocks(call: PoolAttention) -> tuple[Element, Element] | None:
@@ -225,34 +187,6 @@ def check_scale_given(name: str, scale: Scale, pool_name: str, pool: Array) -> N
         raise argument_error(name, f"a number or an array, for codes in {pool_name}", "None")
 
 
-def starts_of(
-    query_starts: ArrayLike | None,
-    batch: int,
-    tokens: int | None,
-    names: tuple[str, str] = ("query", "context_lens"),
-) -> Array:
-    """Return where the queries of each sequence begin; without `query_starts` each sequence has one query.
-
-    `names` are the arguments that the numbers of tokens and of sequences come from. `tokens` is None for a
-    plan, which does not know them.
-    """
-    if query_starts is None:
-        if tokens not in (batch, None):
-            wanted = f"{batch} tokens, one for each of {names[1]} (or query_starts)"
-            raise argument_error(names[0], wanted, tokens)
-        return np.arange(batch + 1)
-    starts = index("query_starts", query_starts, length=batch + 1)
-    if starts[0] != 0:
-        raise argument_error("query_starts", "to begin with 0", starts[0])
-    falls = np.flatnonzero(starts[1:] < starts[:-1])
-    if len(falls):
-        entry = falls[0] + 1
-        raise argument_error("query_starts", f"never to decrease (entry {entry})", starts[entry])
-    if tokens not in (starts[-1], None):
-        raise argument_error("query_starts", f"to end with the {tokens} tokens of {names[0]}", starts[-1])
-    return starts
-
-
 def numbers_of_heads(name: str, values: Array, batch: int, heads: int, what: str) -> Array:
     """Return checked numbers [heads] or [B, heads] as float32 [B or 1, heads]; `what` names the heads."""
     checked_format(name, values, FLOATS, 2 if getattr(values, "ndim", 1) == 2 else 1)
@@ -318,31 +252,7 @@ class PoolAppend(NamedTuple):
         return len(self.sides[0].pool)
 
 
-def new_positions(planned: PagedContexts) -> Array:
-    """Return the positions of a plan's new tokens, which are the last tokens of each context."""
-    lengths, starts = planned.lengths, planned.starts
-    positions: Array = np.arange(starts[-1]) - np.repeat(starts[1:] - lengths, np.diff(starts))
-    return positions
-
-
-def new_slots(planned: PagedContexts) -> Array:
-    """Return the slots of a plan's new tokens; raise if a context is shorter than its new tokens."""
-    (table, table_starts), lengths, page_size = planned.pages, planned.lengths, planned.page_size
-    counts = np.diff(planned.starts)
-    short = np.flatnonzero(lengths < counts)
-    if short.size:
-        seq = short[0]
-        wanted = f"at least {counts[seq]}, as lengths include the new tokens"
-        raise argument_error(f"context_lens[{seq}]", wanted, lengths[seq])
-    sequence = np.repeat(np.arange(len(lengths)), counts)
-    position = new_positions(planned)
-    page = position // page_size
-    pages = table[sequence, page] if table_starts is None else table[table_starts[sequence] + page]
-    slots: Array = pages.astype(np.int64) * page_size + position % page_size
-    return slots
-
-
-def checked_append(call: PoolTransfer, planned: PagedContexts | None = None) -> PoolAppend:
+def checked_append(call: PoolTransfer, planned: Contexts | None = None) -> PoolAppend:
     """Check a call of `paged_append`, or of a plan, whose contexts end with the new tokens."""
     call = call._replace(key_scale=number_of(call.key_scale), value_scale=number_of(call.value_scale))
     views = pools.pool_views(call.key_cache, call.value_cache, call.layout, POOLED)
@@ -370,14 +280,14 @@ def checked_append(call: PoolTransfer, planned: PagedContexts | None = None) -> 
     slots = call.slot_mapping
     if planned is not None:
         check_planned(planned, sides[0].name, tokens, f"{sides[0].name}_cache", sides[0].pool)
-        slots = new_slots(planned)
+        slots = planned.new_slots()
     pieces = pools.plain_pieces(tokens, blocks * rows, slots)
     for i, (name, array) in enumerate(written):
         check_apart(name, array, [*written[i + 1 :], *arrays])
     return PoolAppend(sides, pieces, None if positions is None else call.rope, positions)
 
 
-def positions_of_keys(call: PoolTransfer, side: PoolSide, planned: PagedContexts | None) -> Array | None:
+def positions_of_keys(call: PoolTransfer, side: PoolSide, planned: Contexts | None) -> Array | None:
     """Check the rotation of keys, the first `side`; return their positions, or None without rotation."""
     rope = call.rope
     if rope is None or isinstance(rope, str):
@@ -388,7 +298,7 @@ def positions_of_keys(call: PoolTransfer, side: PoolSide, planned: PagedContexts
     if rope.end > side.tokens.shape[2]:
         raise argument_error("rope", f"at most {side.tokens.shape[2]} rotated elements, a key's", rope.end)
     if planned is not None:
-        return new_positions(planned)
+        return planned.new_positions()
     if call.positions is None:
         raise argument_error("positions", "the position of each token, for rope", "None")
     return index("positions", call.positions, length=len(side.tokens))

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvkit.errors import argument_error, describe
+from kvkit.interop import integers
 
 Index = NDArray[np.int64]
 MAX_ROW = 2**62  # the sum of two rows fits int64
@@ -83,15 +84,7 @@ def tokens_of(lengths: Index) -> tuple[Index, Index]:
 
 def index_array(name: str, value: Any, ndim: int = 1, low: int | None = None) -> Index:
     """Return an index tensor as int64; raise if it has other axes or an entry below `low`."""
-    try:
-        array = np.asarray(value)
-    except ValueError:
-        raise argument_error(name, f"integers of {ndim} axes", "rows of different lengths") from None
-    if array.size == 0 and not isinstance(value, np.ndarray):
-        array = array.astype(np.int64)
-    if array.dtype.kind not in "iu" or array.ndim != ndim:
-        raise argument_error(name, f"integers of {ndim} {'axis' if ndim == 1 else 'axes'}", describe(array))
-    array = array.astype(np.int64)
+    array = integers(name, value, ndim).astype(np.int64)
     if low is not None and array.size and array.min() < low:
         at = int(array.argmin())
         raise argument_error(f"{name}[{at}]", f"at least {low}", int(array.flat[at]))

@@ -15,7 +15,7 @@ from kvkit.checks import table_rules
 from kvkit.checks.values import integer
 from kvkit.errors import KvkitError, argument_error, describe
 from kvkit.files.contents import BESIDE
-from kvkit.interop import as_numpy
+from kvkit.interop import as_numpy, integers
 from kvkit.layouts import Layout, parse, tables
 from kvkit.layouts.views import KV
 from kvkit.tools.contents import Source
@@ -132,16 +132,7 @@ class Case:
 
     def index(self, name: str, ndim: int | None = None) -> Any:
         """Return an index tensor of any integers; None if it is not given."""
-        return self.integers(name, self.given[name], ndim) if name in self.given else None
-
-    def integers(self, name: str, value: Any, ndim: int | None) -> np.ndarray:
-        """Return integers as an array."""
-        array = np.asarray(value)
-        if array.size == 0:
-            array = array.astype(np.int64)
-        if array.dtype.kind not in "iu" or (ndim is not None and array.ndim != ndim):
-            raise argument_error(name, f"integers{f' with {ndim} axes' if ndim else ''}", describe(array))
-        return array
+        return integers(name, self.given[name], ndim) if name in self.given else None
 
     @cached_property
     def table_name(self) -> str | None:
@@ -172,9 +163,7 @@ class Case:
                 raise argument_error("kv_indptr", "where each sequence begins in kv_indices", "none")
             return self.index("kv_indptr", 1), self.index("kv_indices", 1)
         if isinstance(value, (tuple, list)) and len(value) == 2 and np.ndim(value[0]) == 1:
-            starts, pages = (
-                self.integers(f"{self.table_name}[{i}]", each, 1) for i, each in enumerate(value)
-            )
+            starts, pages = (integers(f"{self.table_name}[{i}]", each, 1) for i, each in enumerate(value))
             if isinstance(value, tuple) or len(starts) != len(pages):
                 return starts, pages
         return self.index(self.table_name or "", 2)

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.errors import argument_error, describe
+from kvkit.errors import argument_error
+from kvkit.interop import integers
 from kvkit.tools.case import Case
 from kvkit.tools.contents import Source
 from kvkit.tools.findings import Findings, examine
@@ -96,10 +97,7 @@ def check(
         raise argument_error("slots", "the slots that were written, or tables before and after", "None")
     if [side.array.shape for side in case.sides] != [side.array.shape for side in later.sides]:
         raise argument_error("after", "caches of the same shapes", "others")
-    slots = np.asarray(slots).reshape(-1)
-    if slots.size and slots.dtype.kind not in "iu":
-        raise argument_error("slots", "integers", describe(slots))
-    slots = slots.astype(np.int64)
+    slots = integers("slots", slots).reshape(-1).astype(np.int64)
     return examine((case, later, slots), {"W1": layouts.WRITTEN_ELSEWHERE}, progress)
 
 

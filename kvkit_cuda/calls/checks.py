@@ -12,9 +12,10 @@ import numpy as np
 
 from kvkit.checks import arguments, compressed, index_tensors, latent, paged, positions, recurrent, slots
 from kvkit.checks.ascend import blocks, matrices, tensors
-from kvkit.checks.ascend.attention import BlockAttentionCall, checked_block_attention
+from kvkit.checks.ascend.attention import checked_block_attention
 from kvkit.checks.ascend.reshape import checked_reshape
 from kvkit.checks.attention import AttentionCall, checked_attention, checked_cache_attention
+from kvkit.checks.contexts import Contexts
 from kvkit.checks.index_tensors import Packed
 from kvkit.checks.indexer import checked_choice, checked_scores
 from kvkit.checks.key_value_cache import TransferCall, checked_key_value_cache
@@ -105,13 +106,13 @@ def merge(values: Values, step: Packed | None) -> MergeCall:
     return checked_merge(values["outputs"], values["lses"])
 
 
-def pool_attention(values: Values, step: paged.PagedContexts | None) -> AttentionCall:
+def pool_attention(values: Values, step: Contexts | None) -> AttentionCall:
     """Check a call of `paged_attention`."""
     given = UNPLANNED | dict(values) | {"scoring": fill(arguments.Scoring, values)}
     return paged.checked_paged_attention(fill(arguments.PoolAttention, given), step)
 
 
-def pool_append(values: Values, step: paged.PagedContexts | None) -> paged.PoolAppend:
+def pool_append(values: Values, step: Contexts | None) -> paged.PoolAppend:
     """Check a call of `paged_append`."""
     given = UNPLANNED | dict(values) | {"rope": as_rope(values.get("rope"))}
     return paged.checked_append(fill(arguments.PoolTransfer, given), step)
@@ -225,7 +226,7 @@ def block_copy(values: Values, step: Packed | None) -> Moves:
     return Moves(arrays, arrays, stack_pieces(src, dst, 1))  # pieces of blocks, not of rows
 
 
-def block_attention(values: Values, step: Packed | None) -> BlockAttentionCall:
+def block_attention(values: Values, step: Packed | None) -> AttentionCall:
     """Check a call of `ascend.paged_attention`."""
     scoring = fill(arguments.Scoring, values, is_causal=False)
     return checked_block_attention(fill(arguments.BlockAttention, values, scoring=scoring))

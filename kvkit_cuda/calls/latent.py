@@ -6,11 +6,12 @@ Other rows are joined, chosen or decoded on the host, and then copied to the dev
 
 import numpy as np
 
-from kvkit.calls.latent import gather_rows, slots_of, stored_parts
-from kvkit.checks.arguments import PoolAttention, Scoring
-from kvkit.checks.paged import checked_paged_attention
+from kvkit.calls.latent import gather_rows, stored_parts
+from kvkit.checks.contexts import Contexts
+from kvkit.checks.latent import attention_to_rows
 from kvkit.checks.records import CacheLayer, Side, StepIndex
 from kvkit.formats import BY_NAME
+from kvkit.layouts.tables import starts_of
 from kvkit_cuda.calls import arrays, attention
 from kvkit_cuda.calls.tables import Tables
 from kvkit_cuda.copy import pieces, transfer
@@ -76,11 +77,11 @@ def gathered(placed):
             (pool, slots[starts[i] : starts[i + 1]]) for i in tokens for pool, slots, starts in call.chosen
         ]
         counts = sum(np.diff(starts) for _, _, starts in call.chosen)
-        query_starts = None
+        query_starts = np.arange(len(call.query) + 1)
     else:
-        pages, counts, query_starts = call.contexts
+        counts, query_starts = call.contexts.lengths, call.contexts.starts
         ends = enumerate(counts.tolist())
-        rows = [(call.pool, slots_of(pages, call.pool.page_size, i, 0, end)) for i, end in ends]
+        rows = [(call.pool, call.contexts.slots(i, np.arange(end))) for i, end in ends]
     heads, dim, dtype, launches = call.pool.heads, call.pool.dim, call.fmt.dtype, []
     if len(call.chosen) < 2 and are_decoded(call.pool.parts[0], call.pool.format):
         query, sinks = call.query, call.sinks
@@ -93,14 +94,8 @@ def gathered(placed):
         found = [gather_rows(*each).reshape(-1, 1, heads, dim).astype(dtype) for each in rows]
         pool = uploaded(placed, np.concatenate([np.zeros((0, 1, heads, dim), dtype), *found]))
     causal = call.causal and not call.chosen
-    tables = np.concatenate([[0], np.cumsum(counts)]), np.arange(len(pool))
-    whole = checked_paged_attention(
-        PoolAttention(
-            query, pool, pool[..., : call.value_dim], tables, counts, query_starts,
-            layout="b n h c", key_scale=None, value_scale=None, alibi_slopes=None, return_lse=True,
-            scoring=Scoring(None, causal, False, call.softmax_scale),
-        )
-    )  # fmt: skip
+    contexts = Contexts(np.arange(len(pool)), starts_of(counts), counts, query_starts, 1, len(pool))
+    whole = attention_to_rows(call, query, pool, contexts, causal)
     return whole._replace(weights=whole.weights._replace(sinks=sinks)), launches
 
 

@@ -59,7 +59,7 @@ def attend(placed: DeviceCall):
     named = dict(zip(call.results.forms, placed.outputs, strict=True))
     out, lse, sums = (named.get(name) for name in ("attn_output", "lse", "key_weights"))
     if sums is not None and lse is None:
-        lse = arrays.allocated(call.shape[:-1], np.dtype(np.float32), placed.owners, stream)
+        lse = arrays.allocated(call.query.shape[:-1], np.dtype(np.float32), placed.owners, stream)
     layer, context, rows = placed.layer, call.context, call.steps.rows
     if layer:
         context, rows = context._replace(sides=layer.sides), layer.capacity[1]

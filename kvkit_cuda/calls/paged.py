@@ -6,9 +6,7 @@ of an entry, dim]; arrays whose strides do not allow this are copied before or a
 
 import numpy as np
 
-from kvkit.checks import pools
 from kvkit.checks.ascend import attention as checked
-from kvkit.checks.values import element_step
 from kvkit_cuda.attention import bias
 from kvkit_cuda.calls import arrays, attention
 from kvkit_cuda.calls.tables import Tables
@@ -27,48 +25,35 @@ def prepare(call, outputs, owners, stream):
         rows = np.array([[0, 0, source.shape[0] * source.shape[1]]])
         launches += pieces.prepare([(source, target)], rows, stream)
 
-    query, caches, entries = call.query, call.caches, checked.folded_shape(call)
+    query, contexts = call.query, checked.folded_shape(call)
     if not folds(query, call):
         source, query = query, new(query.shape, query.dtype)
         move(source[None], query[None], before)
-    if uneven(caches):
-        sources, caches = caches, [new(array.shape, array.dtype) for array in caches]
-        for source, target in zip(sources, caches, strict=True):
-            move(source, target, before)
     targets = []
     for array in outputs:
         rows, target = array if array.ndim == 3 else array[..., None], array
         if not folds(rows, call):
             target = new(array.shape, array.dtype)
             move(target.reshape(1, *rows.shape), rows[None], after)
-        targets.append(target.reshape(*entries, *array.shape[2:]))
+        targets.append(target.reshape(*contexts, *array.shape[2:]))
     out, lse = targets[0], targets[1] if len(targets) > 1 else None
-    tables, weights = Tables(checked.entry_steps(call, caches), lasting=False), call.weights
+    tables, weights = Tables(call.steps, lasting=False), call.weights
     owners.append(tables)
-    offset = call.razor_offset
-    if offset is not None:
-        scores = new((len(call.lengths), checked.context_rows(call)), np.dtype(np.float32))
+    if call.row_bias is not None:
+        offsets, blocks = call.row_bias
+        scores = new((*blocks.shape, offsets.shape[1]), np.dtype(np.float32))
         weights = checked.with_bias(weights, scores)
-    query = query.reshape(*entries, query.shape[2])
-    context = pools.context_of(call.fmt, *caches)
-    given = len(call.lengths), weights, tables.steps.rows, stream
-    attend = attention.prepare(query, out, lse, context, tables, *given)
-    if offset is not None and scores.size:
+    query = query.reshape(*contexts, query.shape[2])
+    given = call.decoding, weights, tables.steps.rows, stream
+    attend = attention.prepare(query, out, lse, call.context, tables, *given)
+    if call.row_bias is not None and scores.size:
         (table,) = tables.of(("table",), stream)
-        before.append(
-            bias.prepare(table, pools.place_of(caches[0]).page, offset, weights.scale, scores, stream)
-        )
+        before.append(bias.prepare(table, call.context.pages[0], offsets, weights.scale, scores, stream))
     return [*before, *attend, *after]
-
-
-def uneven(caches):
-    """Return whether caches must be copied, because one table cannot address the rows of both."""
-    key, value = map(pools.place_of, caches)
-    return any(map(element_step, caches)) or key.step != 1 or key[1:] != value[1:]
 
 
 def folds(array, call):
     """Return whether [B, heads, dim] can be viewed as [entries, heads of an entry, dim]."""
     batch, heads, dim = array.shape
-    together = call.per_sequence == 1 or batch < 2 or array.strides[0] == heads * array.strides[1]
+    together = call.weights.sink_sequences == 1 or batch < 2 or array.strides[0] == heads * array.strides[1]
     return together and (dim < 2 or array.strides[2] == array.itemsize)

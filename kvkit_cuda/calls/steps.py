@@ -6,9 +6,9 @@ import numpy as np
 
 from kvkit.checks import index_tensors
 from kvkit.checks.arguments import StepArguments
+from kvkit.checks.contexts import Contexts, checked_plan
 from kvkit.checks.index_tensors import INT64_MAX, Packed
-from kvkit.checks.paged import PagedContexts, checked_plan, new_slots
-from kvkit.checks.pools import PageTable, plain_pieces, steps_over
+from kvkit.checks.pools import plain_pieces
 from kvkit.checks.values import flag
 from kvkit.errors import argument_error
 from kvkit_cuda.calls import arrays, scan
@@ -81,7 +81,7 @@ class PlannedStep:
 class PlannedPages:
     """Checked contexts in pages. Pools with the same distances of pages and rows share tables of row ids."""
 
-    def __init__(self, contexts: PagedContexts):
+    def __init__(self, contexts: Contexts):
         self.sequences, self.calls = contexts, PreparedCalls()
         self.steps: dict[object, PlannedStep] = {}  # by the distances of pages; None: slots of new tokens
 
@@ -95,11 +95,9 @@ class PlannedPages:
 
     def step_over(self, distances):
         """Return the step over pools whose pages and rows have these distances."""
-        pages, lengths, starts, size, _ = self.sequences
-        (page, value_page), (step, value_step) = distances or ((1, 1), (1, 1))  # of keys and of values
-        value_page = None if (page, step) == (value_page, value_step) else value_page
-        pages = PageTable(pages.table.astype(np.int64), pages.starts)
-        return PlannedStep(Packed(steps_over(pages, lengths, starts, size, page, value_page, 0), 0), {})
+        pages, (step, value_step) = distances or ((1, 1), (1, 1))  # of keys and of values
+        contexts = self.sequences._replace(table=self.sequences.table.astype(np.int64))
+        return PlannedStep(Packed(contexts.steps(pages, 0, same_rows=step == value_step), 0), {})
 
     def room(self, call):
         """Return how many pages the pools of a call have."""
@@ -115,7 +113,7 @@ class PlannedPages:
         if not np.array_equal(self.sequences.starts, other.sequences.starts):
             raise argument_error("into", "a plan of the same query_starts", "another")
         if None in self.steps:
-            plain_pieces(int(other.sequences.starts[-1]), INT64_MAX, new_slots(other.sequences))
+            plain_pieces(int(other.sequences.starts[-1]), INT64_MAX, other.sequences.new_slots())
         others = {distances: other.step_over(distances) for distances in self.steps}
         for distances, step in self.steps.items():
             step.check_same(others[distances], named)

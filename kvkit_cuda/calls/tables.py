@@ -4,8 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvkit.checks.paged import PagedContexts, new_positions, new_slots
-from kvkit.checks.pools import PageTable
+from kvkit.checks.contexts import Contexts
 from kvkit.checks.records import StepIndex
 from kvkit.errors import argument_error
 from kvkit.formulas.index import visible_range
@@ -163,7 +162,7 @@ class NewTokens:
 
     def split_work(self, steps, key):
         """Find the slots of the new tokens. `steps` has page ids as its table."""
-        slots = new_slots(contexts_of(steps))
+        slots = contexts_of(steps).new_slots()
         self.starts = np.arange(len(slots) + 1)
         self.pieces = np.stack([self.starts[:-1], slots, np.ones_like(slots)], 1)
 
@@ -176,14 +175,13 @@ class NewAngles:
 
     def split_work(self, steps, rope):
         """Compute the angles of the new tokens' positions."""
-        self.angles = angle_bits(rope, new_positions(contexts_of(steps)))
+        self.angles = angle_bits(rope, contexts_of(steps).new_positions())
 
 
 def contexts_of(steps):
     """Return the contexts of steps that have page ids as their table."""
     lengths = np.diff(steps.kvstarts)
-    pages = PageTable(steps.table, steps.table_starts)
-    return PagedContexts(pages, lengths, steps.seqstarts, steps.page_size, 0)
+    return Contexts(steps.table, steps.table_starts, lengths, steps.seqstarts, steps.page_size, 0)
 
 
 def angle_bits(rope, positions):

@@ -8,7 +8,7 @@ from pool_scenes import made
 
 import kvkit
 import kvkit_cuda
-from kvkit.checks.pools import PageTable, steps_over
+from kvkit.checks.contexts import Contexts
 from kvkit.formats.elements import BY_NAME
 from kvkit_cuda.calls.tables import Tables
 
@@ -61,8 +61,8 @@ def test_steps_of_two_layers(engine, name, tables, rng):
 def test_lists_of_pages_stay_lists_on_the_device():
     """A long context beside short ones takes the memory of its own pages; a plan has room for later steps."""
     starts = np.array([0, 1, 1001, 1002])
-    pages = PageTable(np.arange(1002), starts)
-    steps = steps_over(pages, np.array([1, 4000, 1]), np.arange(4), 4, 2, None, 0)
+    contexts = Contexts(np.arange(1002), starts, np.array([1, 4000, 1]), np.arange(4), 4, 1002)
+    steps = contexts.steps((2, 2), 0)
     words = Tables(steps, lasting=False).contents("table")
     np.testing.assert_array_equal(words, np.r_[3, 4, 1004, 2 * np.arange(1002)])
     lasting = Tables(steps, lasting=True)

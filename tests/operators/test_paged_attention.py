@@ -17,6 +17,7 @@ from scenes import DTYPES
 import kvkit
 from kvkit import KvkitError
 from kvkit.checks import pools
+from kvkit.checks.contexts import Contexts
 from kvkit.formats import decode, encode
 from kvkit.formats.elements import BY_NAME
 from kvkit.reference.formats import TABLES
@@ -413,6 +414,7 @@ def test_lists_of_pages_of_which_one_is_long(form):
 
 def test_lists_of_int32_are_widened_where_rows_are_far_apart():
     pool = np.lib.stride_tricks.as_strided(np.zeros(1, np.int8), (3, 2, 1, 1), (2**40, 1, 1, 1))
-    pages = pools.PageTable(np.array([2, 1], np.int32), np.array([0, 2]))
-    steps = pools.steps_of(pool, pool, pages, np.array([4]), np.array([0, 1]))
+    context, listed = pools.context_of(BY_NAME["int8"], pool, pool), np.array([2, 1], np.int32)
+    contexts = Contexts(listed, np.array([0, 2]), np.array([4]), np.array([0, 1]), page_size=2, blocks=3)
+    steps = contexts.steps(context.pages, 0)
     assert steps.table.tolist() == [2**41, 2**40]

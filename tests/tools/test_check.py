@@ -517,7 +517,7 @@ def test_places_and_words(arrays, expected):
         ({"colour": np.zeros(3)}, "arrays: expected tables, slots or a cache by name .*, got colour"),
         ({"block_tables": np.zeros((2, 2), int), "num_blocks": 3}, "page_size: expected a number"),
         (but(tables, context_lens=None)(), "context_lens: expected the tokens of each sequence, got None"),
-        (but(tables, block_tables=np.zeros(3))(), "block_tables: expected integers with 2 axes"),
+        (but(tables, block_tables=np.zeros(3))(), "block_tables: expected integers of 2 axes"),
         (but(tables, slot_positions=np.zeros(2, int))(), "slot_positions: expected 3 entries"),
         (but(tables, page_size=0)(), "page_size: expected at least 1, got 0"),
         (but(tables, num_blocks=-1)(), "num_blocks: expected at least 0, got -1"),
@@ -525,7 +525,7 @@ def test_places_and_words(arrays, expected):
         (but(cache, index_type="int16")(), "index_type: expected 'int32' or 'uint32' or 'int64', got"),
         (
             but(tables, block_tables=([0, 2], [0.5, 1.7]))(),
-            r"block_tables\[1\]: expected integers with 1 axes",
+            r"block_tables\[1\]: expected integers of 1 axis",
         ),
         (
             but(tables, block_tables=[[0, 1], [2]])(),

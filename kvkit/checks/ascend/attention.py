@@ -1,42 +1,25 @@
 """Check a call of attention over a cache in blocks, with one query token per sequence."""
 
-from typing import NamedTuple
-
-import numpy as np
-
-from kvkit.checks import attention, index_tensors, pools
+from kvkit.checks import attention, pools
 from kvkit.checks.arguments import BlockAttention
 from kvkit.checks.ascend import tensors
-from kvkit.checks.outputs import Results
-from kvkit.checks.records import NO_MASK, MaskPlace, StepIndex
-from kvkit.checks.values import NamedArrays, check_not_empty, checked_format, named_arrays
+from kvkit.checks.attention import AttentionCall
+from kvkit.checks.contexts import checked_contexts
+from kvkit.checks.index_tensors import index_form
+from kvkit.checks.paged import attention_to_pages
+from kvkit.checks.records import NO_MASK, MaskPlace
+from kvkit.checks.values import check_not_empty, checked_format, named_arrays
 from kvkit.errors import argument_error
-from kvkit.formats import FLOATS, MASKS, Element
+from kvkit.formats import FLOATS, MASKS
 from kvkit.typed import Array
 
 
-class BlockAttentionCall(NamedTuple):
-    """A checked call of Ascend's `paged_attention`.
+def checked_block_attention(call: BlockAttention) -> AttentionCall:
+    """Check a call of `ascend.paged_attention`.
 
-    An entry (of `lengths`, a row of `table`) is a sequence. In a compressed cache, whose rows have one head,
-    it is one key head of a sequence, and each sequence has `per_sequence` entries.
+    A context is a sequence. In a compressed cache, whose rows have one head, it is one key head of a
+    sequence, and attention takes queries and outputs folded to [contexts, heads of a context, dim].
     """
-
-    fmt: Element
-    shape: tuple[int, ...]  # of attn_output
-    query: Array
-    caches: tuple[Array, Array]
-    table: Array  # [entries, blocks]
-    lengths: Array  # [entries]
-    per_sequence: int  # entries of a sequence
-    weights: attention.Weights
-    razor_offset: Array | None  # [blocks, rows], a bias of each row
-    inputs: NamedArrays
-    results: Results
-
-
-def checked_block_attention(call: BlockAttention) -> BlockAttentionCall:
-    """Check a call of `ascend.paged_attention`."""
     query, key_cache, value_cache = call.query, call.key_cache, call.value_cache
     razor_offset = call.razor_offset
     fmt = checked_format("query", query, FLOATS, 3)
@@ -47,39 +30,34 @@ def checked_block_attention(call: BlockAttention) -> BlockAttentionCall:
         if tensors.cache_in_blocks(name, array, "ND", written=False)[0] is not fmt:
             raise argument_error(name, f"the dtype of query, {fmt}", array.dtype)
         views.append((name, array))
-    blocks, block_size = tensors.same_blocks(views)
+    size = tensors.same_blocks(views)  # blocks, rows of a block
     kv_heads = key_cache.shape[2]
     if value_cache.shape[2] != kv_heads:
         raise argument_error("value_cache", f"{kv_heads} heads, as key_cache", value_cache.shape[2])
     if key_cache.shape[3] != dim:
         raise argument_error("key_cache", f"the head size of query, {dim}", key_cache.shape[3])
-    lengths = index_tensors.index("context_lens", call.context_lens)
-    per_sequence = entries_of_a_sequence(len(lengths), batch, heads, kv_heads)
-    table = index_tensors.index("block_tables", call.block_tables, 2, len(lengths))
-    pools.check_table(table, lengths, blocks, block_size)
-
+    entries = len(index_form("context_lens", call.context_lens, 1))
+    per_sequence = entries_of_a_sequence(entries, batch, heads, kv_heads)
+    table = index_form("block_tables", call.block_tables, 2)
+    contexts = checked_contexts(table, call.context_lens, None, *size, None)
     weights = attention.checked_weights(query, NO_MASK, call.scoring)._replace(sink_sequences=per_sequence)
+    row_bias = None
     if razor_offset is not None:
         checked_format("razor_offset", razor_offset, FLOATS[:1], 2)
-        if razor_offset.shape != (blocks, block_size):
-            raise argument_error("razor_offset", f"shape ({blocks}, {block_size})", razor_offset.shape)
+        if razor_offset.shape != size:
+            raise argument_error("razor_offset", f"shape {size}", razor_offset.shape)
+        contexts = contexts._replace(table=contexts.table.clip(0, size[0] - 1))  # the bias has all entries
+        row_bias = razor_offset, contexts.table
     caches = {"key_cache": key_cache, "value_cache": value_cache}
     inputs = named_arrays(query=query, **caches, razor_offset=razor_offset, sinks=call.scoring.sinks)
-    shape = (batch, heads, value_cache.shape[3])
-    return BlockAttentionCall(
-        fmt, shape, query, (key_cache, value_cache), table, lengths, per_sequence, weights=weights,
-        razor_offset=razor_offset, inputs=inputs,
-        results=attention.attention_results(shape, fmt, call.return_lse, inputs),
-    )  # fmt: skip
-
-
-def context_rows(call: BlockAttentionCall) -> int:
-    """Return how many rows the blocks of one table row have."""
-    return int(call.table.shape[1] * call.caches[0].shape[1])
+    results = attention.attention_results((batch, heads, value_cache.shape[3]), fmt, call.return_lse, inputs)
+    context = pools.context_of(fmt, key_cache, value_cache)
+    checked = attention_to_pages(fmt, query, context, key_cache, contexts, weights, results)
+    return checked._replace(row_bias=row_bias)
 
 
 def with_bias(weights: attention.Weights, bias: Array) -> attention.Weights:
-    """Return weights that add a bias [entries, rows] to the scores, as a mask does."""
+    """Return weights that add a bias [entries, blocks, rows] to the scores, as a mask does."""
     place = MaskPlace(bias.ctypes.data, MASKS["float32"], bias.strides[0], column=bias.itemsize)
     return weights._replace(mask=place)
 
@@ -100,14 +78,6 @@ def entries_of_a_sequence(entries: int, batch: int, heads: int, kv_heads: int) -
     return per_sequence
 
 
-def folded_shape(call: BlockAttentionCall) -> tuple[int, int]:
-    """Return (number of entries, query heads of an entry)."""
-    batch, heads, _ = call.shape
-    return batch * call.per_sequence, heads // call.per_sequence
-
-
-def entry_steps(call: BlockAttentionCall, caches: tuple[Array, Array] | None = None) -> StepIndex:
-    """Return the step in which each entry is a sequence of one new token, over `caches` or the call's."""
-    key, value = caches or call.caches
-    table, starts = call.table.clip(0, len(key) - 1), np.arange(len(call.lengths) + 1)
-    return pools.steps_of(key, value, pools.PageTable(table), call.lengths, starts)
+def folded_shape(call: AttentionCall) -> tuple[int, int]:
+    """Return (number of contexts, query heads of a context)."""
+    return len(call.steps.start_pos), call.query.shape[1] // call.weights.sink_sequences

@@ -38,12 +38,17 @@ def not_where_the_table_says(case: Case) -> Seen:
 )
 def twice_in_a_step(case: Case) -> Seen:
     """Report slots that two tokens have. pypto-lib#459: slots modulo a window wrapped around."""
-    if case.slots is None:
+    return named_twice("slot_mapping", case.slots)
+
+
+def named_twice(name: str, slots: np.ndarray | None) -> Seen:
+    """Return the slots that two entries of an index tensor name; those below 0 name none."""
+    if slots is None:
         return None
-    order = np.argsort(case.slots, kind="stable")
-    ordered = case.slots[order]
+    order = np.argsort(slots, kind="stable")
+    ordered = slots[order]
     hits = np.flatnonzero((ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0))
-    return hits, lambda i: (f"slot_mapping[{order[i + 1]}]", f"slot {ordered[i]}, as in entry {order[i]}")
+    return hits, lambda i: (f"{name}[{order[i + 1]}]", f"slot {ordered[i]}, as in entry {order[i]}")
 
 
 @rule(

@@ -4,13 +4,14 @@ import numpy as np
 
 from kvkit.tools.case import Case
 from kvkit.tools.findings import Seen, rule
+from kvkit.tools.rules.slots import named_twice
 from kvkit.tools.state_names import STATES
 
 
 def state_indices(case: Case) -> np.ndarray | None:
     """Return the slots of a step; None if they are not given."""
-    found = case.given.get("state_indices")
-    return None if found is None else np.asarray(found).reshape(-1)
+    found = case.index("state_indices")
+    return None if found is None else found.reshape(-1)
 
 
 def pools(case: Case) -> dict[str, np.ndarray]:
@@ -25,13 +26,7 @@ def pools(case: Case) -> dict[str, np.ndarray]:
 )
 def state_named_twice(case: Case) -> Seen:
     """Report slots that two rows of a step have. tokenspeed#700: padding was clamped to a live slot 0."""
-    slots = state_indices(case)
-    if slots is None:
-        return None
-    order = np.argsort(slots, kind="stable")
-    ordered = slots[order]
-    hits = np.flatnonzero((ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0))
-    return hits, lambda i: (f"state_indices[{order[i + 1]}]", f"slot {ordered[i]}, as in entry {order[i]}")
+    return named_twice("state_indices", state_indices(case))
 
 
 @rule(
