@@ -47,6 +47,13 @@ from kvkit_cli import clusters, complete, show, tool, watch
 @click.option(
     "--from-rope-pairs", metavar="halves|neighbours", help="The pairs of IN, if the file does not name them."
 )
+@click.option(
+    "--states", metavar="KV|VK[:tiled]", help="The order of recurrent states in OUT; VK:tiled is llama.cpp's."
+)
+@click.option(
+    "--from-states", metavar="KV|VK[:tiled]", help="The order of states in IN, which no shape tells."
+)
+@click.option("--state-heads", metavar="KEY/VALUE", help="Heads of states, if they are tiled: 16/32.")
 @click.option("--layers", metavar="N,N:N,...", help="The layers to take, as 0,2,4:.")
 @click.option("--verify", is_flag=True, help="Read the result back and compare it with IN.")
 @click.option("--axis", metavar="h", help="Join the heads of several IN, in their order, into one OUT.")
@@ -86,6 +93,7 @@ def convert(
       kvkit convert dumps/*.npz converted --to hf --dask local
       kvkit convert rank0.npz rank1.npz whole.npz --axis h --from vllm-lbnhc --to hf
       kvkit convert whole.npz folder --ranks 8
+      kvkit convert dump.npz out.npz --states KV --from-states VK
     """
     if axis is not None and (dask is not None or len(set(sources)) < len(sources)):
         raise KvkitError("--axis: expected IN that differ, and no --dask, as they make one OUT")

@@ -31,6 +31,7 @@ KNOWN = (
     "slot_mapping", "slot_sequences", "slot_positions", "reserved_block", "index_type",
     "cache", "layers", *chain(*NAMES), *BESIDE, "key_scale", "value_scale", "format", "layout",
     "query", "lse", "softmax_scale", "state_indices", "free_slots", *STATES,
+    "state_layout", "k", "v", "g", "beta",
 )  # fmt: skip
 
 

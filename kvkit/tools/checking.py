@@ -13,7 +13,7 @@ from kvkit.interop import integers
 from kvkit.tools.case import Case
 from kvkit.tools.contents import Source
 from kvkit.tools.findings import Findings, examine
-from kvkit.tools.rules import RULES, layouts
+from kvkit.tools.rules import RULES, layouts, states
 from kvkit.tools.source import SLIDING, CacheSource
 
 
@@ -48,6 +48,8 @@ def check(
           codes, with ``format`` str where the dtype does not name it ("e4m3", "mlx"...); ``key_scale``,
           ``value_scale`` of any shape; ``index_type`` str: the type of a kernel's addresses, int32, uint32 or
           int64;
+        - ``recurrent_state`` [slots, heads, dk, dv] with ``state_indices``; beside `after` also
+          ``state_layout``, ``k``, ``v``, ``g`` and ``beta`` of a step, for which all orders are tried;
         - ``lse`` [B, heads] with ``query`` [B, heads, content] and ``softmax_scale``.
     after : path or dict of arrays, optional
         The caches after a call. Only rows of ``slots`` may differ from `source`.
@@ -93,6 +95,8 @@ def check(
     later = Case(after, layout, sizes)
     if slots is None:
         slots = later.given.get("slot_mapping", case.given.get("slot_mapping"))
+    if "state_layout" in case.given:
+        return examine((case, later, slots), {"W2": states.STATE_IN_OTHER_ORDER}, progress)
     if slots is None and (slots := new_rows(case.source, later.source)) is None:
         raise argument_error("slots", "the slots that were written, or tables before and after", "None")
     if [side.array.shape for side in case.sides] != [side.array.shape for side in later.sides]:

@@ -19,8 +19,9 @@ from kvkit.formats import BY_DTYPE, FLOATS
 from kvkit.layouts import Layout, tables
 from kvkit.layouts.tables import BlockTable
 from kvkit.layouts.views import KV
-from kvkit.tools import recoding, states
-from kvkit.tools.contents import Source
+from kvkit.tools import recoding
+from kvkit.tools import states as llama_states
+from kvkit.tools.contents import Source, contents_of
 from kvkit.tools.layer_choice import choose_layers
 from kvkit.tools.rope_pairs import PairOrder, change_of_pairs
 from kvkit.tools.source import (
@@ -37,6 +38,7 @@ from kvkit.tools.source import (
     parse_layout,
     view_of,
 )
+from kvkit.tools.state_order import ORDERS, StateOrder, state_order
 from kvkit.tools.text import size
 
 
@@ -62,6 +64,8 @@ class Conversion:
     metadata : dict
         Other metadata for the file: ``notes`` for readers, and ``sliding``, the description of a second
         cache.
+    states : str, optional
+        The new order of recurrent states, if it changed.
     notes : tuple of str
         How the source was read, such as a layout that names imply, and what the result does not have.
     """
@@ -74,17 +78,21 @@ class Conversion:
     format: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    states: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result without arrays, as values that JSON can hold."""
         facts: dict[str, Any] = {"from": self.before, "to": self.description.to_dict(), "bytes": self.bytes}
         facts |= {"verified": self.verified} | ({"from_format": self.format} if self.format else {})
+        facts |= {"states": self.states} if self.states else {}
         return facts | ({"notes": list(self.notes)} if self.notes else {})
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{axis} {count}" for axis, count in self.description.sizes.items())
         compared = ", read back and equal bit for bit" if self.verified else ""
         changed = self.before, self.description.layout
+        if self.states and self.before in ORDERS:  # nothing else changed
+            changed, sizes = (self.before, self.states), "order of states"
         if self.format:
             changed = self.format, self.description.format
         if second := self.metadata.get(SLIDING):
@@ -109,6 +117,9 @@ def convert(
     rope_pairs: str | None = None,
     from_rope_pairs: str | None = None,
     layers: str | None = None,
+    states: str | None = None,
+    from_states: str | None = None,
+    state_heads: str | tuple[int, int] | None = None,
     verify: bool = False,
     progress: Callable[[int, int], object] | None = None,
 ) -> Conversion:
@@ -152,6 +163,11 @@ def convert(
     layers : str, optional
         The layers to take, such as "0,2,4:", because layers with a window may differ in length. The numbers
         are those in names of arrays, or count from 0.
+    states, from_states : {"KV", "VK", "KV:tiled", "VK:tiled"}, optional
+        The orders of recurrent states in the result and in the source, beside a layout or a format or alone:
+        [dk, dv] or [dv, dk], with the value heads of llama.cpp, which are tiled. No shape tells them.
+    state_heads : str or pair of int, optional
+        The heads of keys and of values, such as "16/32", if heads are tiled or rows have those of all heads.
     verify : bool
         Whether to read the result again and compare it with the source.
     progress : callable, optional
@@ -177,6 +193,11 @@ def convert(
     >>> print(done)
     hf -> vllm-lbnhc (l 2, b 2, n 4, h 3, c 8): 1.5 KiB
     """
+    order = state_order(states, from_states, state_heads)
+    if order is not None:
+        source, state_bytes = order.moved(contents_of(source))
+        if to_layout is None and format is None:
+            return states_alone(source, target, order, state_bytes)
     if (to_layout is None) == (format is None):
         got = "neither" if to_layout is None else f"both, {to_layout} and {format}"
         raise argument_error("to_layout", "a layout, or a format instead", got)
@@ -193,7 +214,8 @@ def convert(
                 instead = " (kvkit study measures its error)" if name == "verify" else ""
                 wanted = f"none with a format, for which rows do not move{instead}"
                 raise argument_error(name, wanted, brief(extra))
-        return to_new_format(opened, target, format or "", from_format, rotation, pairs, progress)
+        result = to_new_format(opened, target, format or "", from_format, rotation, pairs, progress)
+        return replace(result, states=states)
     if rotation is not None:
         raise argument_error("rotation", "a format with it, as codes are decoded to undo it", "to_layout")
     to_layout = with_sides(opened, to_layout)
@@ -217,7 +239,16 @@ def convert(
     metadata = opened.carried_metadata(descriptions.get(SLIDING))
     facts = arrays, descriptions[CACHE], str(opened.layout), total, verify
     notes = *opened.guess, *(note_on_pages(opened, to_layout) if page_size is None else ())
-    result = Conversion(*facts, metadata=metadata, notes=notes)
+    result = Conversion(*facts, metadata=metadata, notes=notes, states=states)
+    return result if target is None else write_conversion(target, result)
+
+
+def states_alone(
+    contents: Contents, target: str | os.PathLike[str] | None, order: StateOrder, count: int
+) -> Conversion:
+    """Return, and write to `target`, contents of which only the order of states has changed."""
+    facts = dict(contents.arrays), contents.description, order.before, count, False
+    result = Conversion(*facts, states=order.target)
     return result if target is None else write_conversion(target, result)
 
 
@@ -271,7 +302,7 @@ def write_conversion(
 ) -> Conversion:
     """Write a converted cache to a file of the kind of its suffix; note what such a file cannot hold."""
     if is_state_name(path):
-        state = states.make_state(result.arrays, result.description, result.metadata)
+        state = llama_states.make_state(result.arrays, result.description, result.metadata)
         llama_writing.write(path, state)
         whole = CacheSource(Contents(files.flat(result.arrays), {}, description=result.description))
         lost = (note.replace("not read", "not written") for note in whole.unread(("token_ids",)))

@@ -144,7 +144,7 @@ class Rule:
 
     def lacking(self, case: Any) -> str:
         """Return the inputs of this rule that a case lacks."""
-        needs = self.needs.split(", ")
+        needs, case = self.needs.split(", "), case[0] if isinstance(case, tuple) else case  # before a call
         missing = [need for need in needs if case.has(need) is False]
         return ", ".join(missing) or needs[-1]  # data of another kind were given, such as codes for floats
 

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from kvkit.tools import inspect
+import kvkit
+from kvkit import KvkitError
+from kvkit.tools import check, convert, inspect
 from kvkit.tools.state_names import STATES, kind_of_state
 
 
@@ -70,3 +72,102 @@ def test_pattern_to_give_is_of_another_array():
     arrays = states((0, 1)) | {"blocks.0.kv": np.zeros((1, 2, 5, 8), np.float32)}
     (note,) = inspect(arrays).notes
     assert "fused=blocks.{l}.kv" in note
+
+
+HK, HV, D = 2, 6, 8  # heads of keys and of values, elements
+TILED = (
+    np.arange(HV).reshape(HK, HV // HK).T.ravel()
+)  # the value heads of a grouped state, as llama.cpp has them
+
+
+def step(rng, layout="KV"):
+    """Return (arrays of a step of the delta rule, states before it, states after it)."""
+    q, k = rng.standard_normal((2, 3, HK, D), np.float32)
+    tokens = {"k": k, "v": rng.standard_normal((3, HV, D), np.float32),
+              "g": -rng.random((3, HV), np.float32), "beta": rng.random((3, HV), np.float32)}  # fmt: skip
+    before = rng.standard_normal((5, HV, D, D), np.float32)
+    after = before.copy()
+    slots = np.array([4, 0, 2], np.int32)
+    kvkit.gated_delta_step(q, **tokens, state=after, state_indices=slots, norm=True, state_layout=layout)
+    return tokens | {"state_indices": slots}, before, after
+
+
+def test_states_in_another_order(rng):
+    """A result of convert continues in the other order with the same numbers."""
+    _, state, _ = step(rng)
+    done = convert({"layers.0.recurrent_state": state}, None, states="VK", from_states="KV")
+    turned = done.arrays["layers.0.recurrent_state"]
+    assert np.array_equal(turned, state.swapaxes(-1, -2))
+    assert turned.flags.c_contiguous
+    assert str(done) == "KV -> VK (order of states): 7.5 KiB"
+    for order in ("VK", "KV:tiled", "VK:tiled"):
+        there = convert({"ssm_state": state}, None, states=order, from_states="KV", state_heads=(HK, HV))
+        back = convert(there.arrays, None, states="KV", from_states=order, state_heads=f"{HK}/{HV}")
+        assert np.array_equal(back.arrays["ssm_state"], state)
+    assert np.array_equal(there.arrays["ssm_state"], state[:, TILED].swapaxes(-1, -2))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_states_of_llama(rng, flat):
+    """A row has the states of all heads; value heads are tiled, also among the convolution's channels."""
+    state, inputs = rng.standard_normal((2, HV, D, D)), rng.standard_normal((2, 3, 2 * HK * D + HV * D))
+    values = inputs[..., 2 * HK * D :].reshape(2, 3, HV, D)[:, :, TILED].reshape(2, 3, -1)
+    tiled = np.concatenate([inputs[..., : 2 * HK * D], values], -1)
+    names = ("recurrent.0.1", "recurrent.0.0") if flat else ("cache_s_l0", "cache_r_l0")
+    rows = {names[0]: state[:, TILED].swapaxes(-1, -2).reshape(2, -1), names[1]: tiled.reshape(2, -1)}
+    done = convert(rows, None, states="KV", from_states="VK:tiled", state_heads="2/6").arrays
+    assert np.array_equal(done[names[0]], state)
+    assert np.array_equal(done[names[1]], inputs.reshape(2, -1))
+
+
+def test_states_beside_a_layout(rng, tmp_path):
+    keys = rng.standard_normal((1, 2, 5, 8), np.float32)
+    arrays = {"past_key_values.3.key": keys, "past_key_values.3.value": keys} | states((0,))
+    arrays["layers.0.recurrent_state"] = rng.standard_normal((3, 4, 8, 8), np.float32)
+    done = convert(arrays, tmp_path / "out.npz", to_layout="hf", states="VK", from_states="KV")
+    assert done.states == "VK"
+    found = kvkit.files.read(tmp_path / "out.npz").arrays
+    turned = arrays["layers.0.recurrent_state"].swapaxes(-1, -2)
+    assert np.array_equal(found["layers.0.recurrent_state"], turned)
+    assert np.array_equal(found["cache.0.0"], keys)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"states": "KV"},
+            "from_states: expected the order of states, KV, VK, .*as no shape tells it, got No",
+        ),
+        ({"states": "kv", "from_states": "VK"}, "states: expected the order of states"),
+        ({"states": "KV", "from_states": "VK:tiled"}, "state_heads: expected KEY/VALUE"),
+        ({"states": "KV", "from_states": "VK:tiled", "state_heads": "4"}, "state_heads: expected KEY/VALUE"),
+        (
+            {"states": "KV", "from_states": "VK:tiled", "state_heads": "4/6"},
+            "state_heads: expected a multiple",
+        ),
+        ({"states": "KV", "from_states": "VK:tiled", "state_heads": "2/4"}, "state_heads: expected 6 heads"),
+        ({"state_heads": "2/6"}, "states: expected the order"),
+    ],
+)
+def test_unknown_orders_are_refused(options, message):
+    with pytest.raises(KvkitError, match=message):
+        convert({"recurrent_state": np.zeros((1, HV, D, D))}, None, **options)
+    with pytest.raises(KvkitError, match=r"states: expected arrays of states by name|state"):
+        convert({"router": np.zeros((1, 2))}, None, states="KV", from_states="VK")
+
+
+@pytest.mark.parametrize("made", ["KV", "VK"])
+@pytest.mark.parametrize("stated", ["KV", "VK"])
+def test_check_tries_all_orders(rng, made, stated):
+    """A step's states before and after it tell in which order it changed them."""
+    given, before, after = step(rng, made)
+    found = check(
+        given | {"recurrent_state": before, "state_layout": np.array(stated)}, {"recurrent_state": after}
+    )
+    assert found.checked == ["W2"]
+    assert [each.message for each in found] == [f"the step changed it as {made}, not as {stated}"] * (
+        made != stated
+    )
+    assert not check(given | {"recurrent_state": before, "state_layout": np.array(stated)},
+                     {"recurrent_state": rng.random(before.shape)}).checked  # fmt: skip

@@ -1,11 +1,16 @@
-"""Check pools of recurrent states, and the index tensor of a step: rules R1 to R4."""
+"""Check pools of recurrent states, and the index tensor of a step: rules R1 to R4, and W2."""
+
+import itertools
 
 import numpy as np
 
+from kvkit.errors import argument_error
 from kvkit.tools.case import Case
-from kvkit.tools.findings import Seen, rule
+from kvkit.tools.findings import Rule, Seen, rule
 from kvkit.tools.rules.slots import named_twice
-from kvkit.tools.state_names import STATES
+from kvkit.tools.state_names import CONV, STATES, kind_of_state
+
+CLOSE = 0.02  # of the largest number of a state: more than bfloat16 rounds off, less than another order does
 
 
 def state_indices(case: Case) -> np.ndarray | None:
@@ -86,3 +91,61 @@ def state_not_finite(case: Case) -> Seen:
         bad = [slot for slot in used if not np.isfinite(array[slot].astype(np.float32)).all()]
         hits += [(f"{name}[{slot}]", "NaN or infinity") for slot in bad]
     return hits
+
+
+def state_in_other_order(call: tuple[Case, Case, np.ndarray]) -> Seen:
+    """Report states that a step changed in another order than the stated one. vllm: KV before, VK since."""
+    before, after, _ = call
+    stated, found, looked = before.source.text("state_layout"), [], False
+    k, v = (np.asarray(before.given.get(name, ()), np.float64) for name in "kv")
+    if stated not in ("KV", "VK"):
+        raise argument_error("state_layout", "KV or VK, which are tried", stated)
+    for name, pool in pools(before).items():
+        later = pools(after).get(name)
+        if kind_of_state(name) == CONV or later is None or pool.shape != later.shape or pool.ndim != 4:
+            continue
+        slots = state_indices(before)
+        slots = np.arange(len(v)) if slots is None else slots
+        if k.ndim != 3 or v.ndim != 3 or not len(k) == len(v) == len(slots) or pool.shape[1] % k.shape[1]:
+            continue
+        rows = np.flatnonzero((slots >= 0) & (slots < len(pool)))
+        old, new = (each[slots[rows]].astype(np.float64) for each in (pool, later))
+        orders = itertools.product(("KV", "VK"), ("", ":tiled"), (False, True))
+        tokens = k[rows], v[rows]
+        fits = {f"{axes}{tiled}" for axes, tiled, norm in orders
+                if state_error(before, rows, old, new, tokens, axes, tiled, norm) < CLOSE}  # fmt: skip
+        looked = looked or bool(fits)
+        if fits and stated not in fits:
+            found.append((name, f"the step changed it as {' or '.join(sorted(fits))}, not as {stated}"))
+    return found if looked else None
+
+
+def state_error(
+    case: Case, rows: np.ndarray, old: np.ndarray, new: np.ndarray, tokens: tuple[np.ndarray, np.ndarray],
+    axes: str, tiled: str, norm: bool,
+) -> float:  # fmt: skip
+    """Return how far states are from those that a step of this order makes, beside their largest number."""
+    old, new = (each if axes == "KV" else each.swapaxes(-1, -2) for each in (old, new))
+    k, v = tokens
+    if old.shape[1:] != (v.shape[1], k.shape[2], v.shape[2]):
+        return np.inf
+    heads = np.arange(v.shape[1])
+    k = k[:, heads % k.shape[1] if tiled else heads * k.shape[1] // v.shape[1]]
+    k = k / np.maximum(np.linalg.norm(k, axis=-1, keepdims=True), 1e-6) if norm else k
+    g, beta = (np.asarray(case.given.get(name, np.full(len(rows), end)), np.float64) for name, end in
+               (("g", 0.0), ("beta", 1.0)))  # fmt: skip
+    g, beta = (each if each.ndim == 1 else each[rows] for each in (g, beta))
+    decayed = old * np.exp(g.reshape(*g.shape, *[1] * (4 - g.ndim)))
+    delta = v - np.einsum("nhkv,nhk->nhv", decayed, k)
+    delta *= beta.reshape(*beta.shape, *[1] * (3 - beta.ndim))
+    made = decayed + k[..., None] * delta[..., None, :]
+    return float(np.abs(made - new).max(initial=0) / max(np.abs(new).max(initial=0), 1e-30))
+
+
+STATE_IN_OTHER_ORDER = Rule(
+    "W2",
+    "error",
+    "Rows are read as columns, or heads of another key. kvkit convert --states brings states into an order.",
+    state_in_other_order,
+    "k, v, recurrent_state, a step of the delta rule",
+)
