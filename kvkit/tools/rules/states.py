@@ -1,6 +1,7 @@
 """Check pools of recurrent states, and the index tensor of a step: rules R1 to R4, and W2."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 
@@ -110,10 +111,10 @@ def state_in_other_order(call: tuple[Case, Case, np.ndarray]) -> Seen:
             continue
         rows = np.flatnonzero((slots >= 0) & (slots < len(pool)))
         old, new = (each[slots[rows]].astype(np.float64) for each in (pool, later))
-        orders = itertools.product(("KV", "VK"), ("", ":tiled"), (False, True))
+        orders = list(itertools.product(("KV", "VK"), ("", ":tiled"), (False, True)))
         tokens = k[rows], v[rows]
-        fits = {f"{axes}{tiled}" for axes, tiled, norm in orders
-                if state_error(before, rows, old, new, tokens, axes, tiled, norm) < CLOSE}  # fmt: skip
+        errors = [state_error(before, rows, (old, new), tokens, order) for order in orders]
+        fits = {axes + tiled for (axes, tiled, _), error in zip(orders, errors, strict=True) if error < CLOSE}
         looked = looked or bool(fits)
         if fits and stated not in fits:
             found.append((name, f"the step changed it as {' or '.join(sorted(fits))}, not as {stated}"))
@@ -121,12 +122,11 @@ def state_in_other_order(call: tuple[Case, Case, np.ndarray]) -> Seen:
 
 
 def state_error(
-    case: Case, rows: np.ndarray, old: np.ndarray, new: np.ndarray, tokens: tuple[np.ndarray, np.ndarray],
-    axes: str, tiled: str, norm: bool,
-) -> float:  # fmt: skip
+    case: Case, rows: np.ndarray, states: Any, tokens: Any, order: tuple[str, str, bool]
+) -> float:
     """Return how far states are from those that a step of this order makes, beside their largest number."""
-    old, new = (each if axes == "KV" else each.swapaxes(-1, -2) for each in (old, new))
-    k, v = tokens
+    (axes, tiled, norm), (k, v) = order, tokens
+    old, new = (each if axes == "KV" else each.swapaxes(-1, -2) for each in states)
     if old.shape[1:] != (v.shape[1], k.shape[2], v.shape[2]):
         return np.inf
     heads = np.arange(v.shape[1])
