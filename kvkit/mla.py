@@ -15,8 +15,9 @@ from kvkit.calls.latent import (
     pieces_of_contexts,
     scatter_rows,
 )
-from kvkit.calls.prepared import attend, one_or_all
-from kvkit.checks.arguments import LatentAppend, LatentArguments
+from kvkit.calls.pools import attend_to_pages
+from kvkit.calls.prepared import PreparedCalls, attend, form_of, one_or_all
+from kvkit.checks.arguments import LatentAppend, LatentArguments, PoolAttention, Scoring
 from kvkit.checks.contexts import BlockTables, Contexts
 from kvkit.checks.latent import (
     LatentCall,
@@ -33,6 +34,9 @@ from kvkit.layouts.tables import starts_of
 from kvkit.merge import merge_checked
 from kvkit.models.configuration import read_latent_scale
 from kvkit.typed import Array, Attended, Pair
+
+# Forms of `mla_attention` over one pool of floats that were checked, but for their index tensors and outputs.
+legal_forms: PreparedCalls[bool] = PreparedCalls()
 
 
 def mla_scale(config: Any) -> float:
@@ -159,11 +163,18 @@ def mla_attention(
     array([[[ 0.7849, -0.2151,  0.4246]]], dtype=float32)
     """
     query = without_float8(query)
-    call = checked_latent_attention(LatentArguments(
+    given, form = LatentArguments(
         query, latent, block_tables, context_lens, query_starts, softmax_scale=softmax_scale,
         rope_cache=rope_cache, value_dim=value_dim, indices=indices, index_lens=index_lens, extra=extra,
         format=format, is_causal=is_causal, sinks=sinks, lse_of_sinks=lse_of_sinks, return_lse=return_lse,
-    ))  # fmt: skip
+    ), None  # fmt: skip
+    if rope_cache is indices is index_lens is extra is format is sinks is None:
+        form = form_of((query, latent), (softmax_scale, value_dim, is_causal, return_lse, lse_of_sinks))
+        if legal_forms.find(form):
+            return attend_to_pages(attention_to_pool(given), out)
+    call = checked_latent_attention(given)
+    if call.attention is not None and latent.ndim == len(("blocks", "page_size", "width")):
+        legal_forms.keep(form, True)
     # If rows can be read in place, one call of attention does it all, unless the lse leaves sinks out.
     in_place = None if call.sinks_last else call.attention or attention_over_bytes(call)
     if in_place is not None:
@@ -185,6 +196,17 @@ def mla_attention(
             array[...] = result
         results = outputs
     return one_or_all(results)
+
+
+def attention_to_pool(call: LatentArguments) -> PoolAttention:
+    """Return the arguments of attention to a pool [blocks, page_size, width]; rows begin with the value."""
+    return PoolAttention(
+        call.query,  # type: ignore[arg-type]  # not a pair: see the caller
+        key_cache=call.latent, value_cache=call.latent[..., : call.value_dim],
+        block_tables=call.block_tables, context_lens=call.context_lens, query_starts=call.query_starts,
+        layout="b n c", key_scale=None, value_scale=None, alibi_slopes=None, return_lse=call.return_lse,
+        scoring=Scoring(is_causal=call.is_causal, softmax_scale=call.softmax_scale),
+    )  # fmt: skip
 
 
 def attend_to_rows(

@@ -199,7 +199,7 @@ def test_latent_rows(form, kind, heads, rng, monkeypatch):
         use_tiles(monkeypatch, engines)
         output, lse = kvkit.mla_attention(
             query, **pool, block_tables=tables, context_lens=[91, 35], query_starts=[0, 3, 4],
-            scale=dim**-0.5, return_lse=True,
+            softmax_scale=dim**-0.5, return_lse=True,
         )  # fmt: skip
         found.append((output.astype(np.float64), lse))
     rounding = 0 if heads == 40 else 2**-7  # of the output: other engines of few rows have float32 weights

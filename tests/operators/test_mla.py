@@ -10,7 +10,7 @@ from latent_scenes import BF16, F16, F32, LATENT, ROPE, pools
 
 import kvkit
 from examples import run_examples
-from kvkit import KvkitError
+from kvkit import KvkitError, reference
 from kvkit.cpu import machine
 from kvkit.formats import decode, encode
 
@@ -466,3 +466,18 @@ def test_queries_of_8_bits(dtype, rng):
     args = keys, weights, [[2, 0]], [11], [0, 2]
     found = kvkit.indexer_scores(asked, *args)
     np.testing.assert_array_equal(found, kvkit.indexer_scores(asked.astype(BF16), *args))
+
+
+def test_calls_of_one_form_read_their_own_arrays(rng):
+    """Calls of a known form are not checked in full; other tables, lengths and illegal pages still count."""
+    latent, query = (rng.standard_normal(shape, np.float32) for shape in ((6, 4, 40), (2, 3, 40)))
+    tables = np.array([[0, 1, 2], [3, 4, 5]])
+    for lengths in ([12, 9], [12, 9], [12, 9], [5, 12]):
+        given = {"block_tables": tables, "context_lens": np.array(lengths), "softmax_scale": 0.2}
+        expected, _ = reference.mla_attention(query, latent, **given, value_dim=24)
+        for _ in range(2):
+            found = kvkit.mla_attention(query, latent, **given, value_dim=24)
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+        tables, latent = tables[::-1].copy(), latent * np.float32(1.5)
+    with pytest.raises(KvkitError, match="block_tables"):
+        kvkit.mla_attention(query, latent, tables + 3, np.array([12, 9]), softmax_scale=0.2, value_dim=24)

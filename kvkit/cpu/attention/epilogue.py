@@ -4,7 +4,8 @@
     lse = m + log l
 
 The state of a split has dim + 3 floats for each query row: O, m, l and `grow`. `grow` is 1 / SHRINK if the
-split was computed by the products of `nan_safe`, else 1.
+split was computed by the products of `nan_safe`, else 1. Tiles have them row by row, but wide tiles whose
+engine keeps O as [dim, WIDE] sum it up in the state, followed by m [WIDE], l [WIDE] and grow [WIDE].
 """
 
 import functools
@@ -18,7 +19,7 @@ from kvkit.cpu.attention.engines.nan_safe import SHRINK
 from kvkit.cpu.attention.online_softmax import fold
 from kvkit.cpu.attention.params import block_at, params_at
 from kvkit.cpu.attention.walk import tile_of, transpose
-from kvkit.cpu.attention.work_items import WIDE, split_bytes
+from kvkit.cpu.attention.work_items import WIDE, split_bytes, state_stride
 from kvkit.cpu.copy.rows import call_rows
 from kvkit.cpu.simd import attention, pairs
 from kvkit.formulas import numeric
@@ -31,14 +32,13 @@ get_float, put_float = memory.load(types.float32), memory.store(types.float32)
 
 
 @helper
-def finish(params, block, engine, split, states):
-    """Write the outputs of a work item of an engine, or, if its context is split, its state among `states`.
+def finish(params, block, engine, state):
+    """Write the outputs of a work item of an engine, or, if its context is split, the state of the split.
 
     Return False, having finished nothing, at NaN or infinity, which are written with `block.nan_safe`.
     """
     grow = np.float32(1) / SHRINK if block.nan_safe else np.float32(1)
     dim, number, lines = params.values.padded_dim, block.number, block.workspace + params.workspace.lines
-    state_bytes = split_bytes(params)
     for t in range(block.tiles):
         tile = tile_of(params, block, t)
         o = tile.o
@@ -50,6 +50,13 @@ def finish(params, block, engine, split, states):
                 attention.wide_sums_times_zero(o, tile.l, tile.live, dim, number)
                 if get_float(number) != np.float32(0):
                     return False
+            if block.in_states:
+                for r in range(WIDE):
+                    at = o + 4 * WIDE * dim + 4 * r
+                    put_float(at, get_float(tile.m + 4 * r))
+                    put_float(at + 4 * WIDE, get_float(tile.l + 4 * r))
+                    put_float(at + 8 * WIDE, grow)
+                continue
             transpose(o, 4 * WIDE, dim, WIDE, lines, 4 * dim)
             o = lines
         for r in range(tile.live):
@@ -59,8 +66,8 @@ def finish(params, block, engine, split, states):
                 attention.sum_times_zero(line, dim, number)
                 if get_float(number) + l * np.float32(0) != np.float32(0):
                     return False
-            if states:
-                target = states + split * state_bytes + (t * block.rows + r) * 4 * (dim + 3)
+            if state:
+                target = state + (t * block.rows + r) * 4 * (dim + 3)
                 put_float(number, np.float32(1))
                 attention.scale_by(line, target, dim, number)
                 put_float(target + 4 * dim, m)
@@ -68,7 +75,7 @@ def finish(params, block, engine, split, states):
                 put_float(target + 4 * dim + 8, grow)
             else:
                 normalize_row(params, block, tile, r, line, m=m, l=l, grow=grow)
-        if not states:
+        if not state:
             write_rows(params, block, tile, 0, tile.live, o)
     return True
 
@@ -80,6 +87,9 @@ def merge_splits(params_address, block_address, splits, states):
     state_bytes = split_bytes(params)
     for t in range(block.tiles):
         tile = tile_of(params, block, t)
+        if block.in_states:
+            merge_wide_tile(params, block, tile, splits, states + t * state_stride(params, WIDE))
+            continue
         for r in range(tile.live):
             state = states + (t * block.rows + r) * 4 * (dim + 3) + 4 * dim
             m, l = MINUS_INF, np.float32(0)
@@ -97,6 +107,34 @@ def merge_splits(params_address, block_address, splits, states):
                     attention.add_scaled(at - 4 * dim, line, dim, number)
             normalize_row(params, block, tile, r, line, m=m, l=l, grow=l)
             write_rows(params, block, tile, r, r + 1, line - 4 * r * dim)
+
+
+@helper
+def merge_wide_tile(params, block, tile, splits, state):
+    """Write the outputs of a wide tile from the states of its splits, of which the first is at `state`."""
+    dim, line = params.values.padded_dim, 4 * WIDE
+    lines, size, sums = block.workspace + params.workspace.lines, split_bytes(params), state + line * dim
+    for r in range(tile.live):
+        m, l = MINUS_INF, np.float32(0)
+        for split in range(splits):
+            m = max(m, get_float(sums + split * size + 4 * r))
+        for split in range(splits):
+            at = sums + split * size + 4 * r
+            l = numeric.add_split_sum(l, m, get_float(at + line), get_float(at))
+        for split in range(splits):
+            at = sums + split * size + 4 * r
+            weight = numeric.weight(get_float(at), m)
+            factor = numeric.normalizer(weight, l, get_float(at + 2 * line))
+            put_float(lines + split * line + 4 * r, factor if weight != np.float32(0) else np.float32(-1))
+        put_float(tile.m + 4 * r, m)
+        put_float(tile.l + 4 * r, l)
+    o = block.workspace + params.workspace.o
+    attention.merge_wide_sums(state, size, splits, dim, lines, o)
+    transpose(o, line, dim, WIDE, lines, 4 * dim)
+    for r in range(tile.live):
+        m, l = get_float(tile.m + 4 * r), get_float(tile.l + 4 * r)
+        normalize_row(params, block, tile, r, lines + 4 * r * dim, m=m, l=l, grow=l)
+    write_rows(params, block, tile, 0, tile.live, lines)
 
 
 @functools.cache

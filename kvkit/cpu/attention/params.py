@@ -44,7 +44,7 @@ ATTENTION_PARAMS = Record(
     "mask mask_kind mask_sequence mask_head mask_row mask_column mask_packed",
     "heads group scale_bytes orders rounds integers most_value pairs",
     "heads_interleaved widens values_have_own_table most_narrow least_in_tiles",
-    "block wide_block run_block leads counting least_split most_splits",
+    "block wide_block run_block leads counting least_split least_wide_split most_splits",
     "long_run long_run_lead short_run scaled_run touched_run",
     "engines group_tiles groups_are_split split_tokens tile_groups work_items splits tiles products",
     "partials tile_state_bytes workspace_at workspace_bytes engine_query_bytes",
@@ -75,9 +75,10 @@ WIDE_ENGINE, SPECIAL_ENGINE = 5, 6
 # A work item, which attends to positions `first` to `end`, and the current block of its context. Row ids are
 # known for the block's `count` tokens and for those that are prefetched, `known` in all. Engines read rows
 # `key_ids`, which are 0, 1 .. if rows are widened first. `together` tiles do each step of a block.
+# `in_states` says that wide tiles sum up O in the state of their split.
 BLOCK = Record(
     "workspace number sequence table_row seqlen kvlen query_rows",
-    "rows tiles row head wide widens nan_safe together",
+    "rows tiles row head wide widens nan_safe together in_states",
     "first begin end size count known lead value_lead uneven scored values_in_keys",
     "key_row_ids value_row_ids key_addresses value_addresses",
     "prefetch_in_scores prefetch_in_sums prefetch_shift prefetch_twice prefetch_scales touches_pages",

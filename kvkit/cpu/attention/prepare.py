@@ -59,6 +59,7 @@ RUN_TOKENS = 1024
 UNAIDED_ROW, LONGEST_ROW, LONG_RUN_AHEAD = 256, 512, 5 * 1024
 LEAST_LEAD = 8  # tokens: the least distance between a prefetch and the product
 SPLITS, LEAST_SPLIT = 64, 512  # the most splits of a call, and the least tokens of a split
+LEAST_SPLIT_IN_TILES = 1024  # of 32 query rows, which tiles (AMX) multiply
 # The largest magnitude of values for integer sums; with larger ones they exceed the format's tolerance.
 MOST_VALUE = {"float16": 8, "bfloat16": 64}
 SMALL = 2**15  # products; one thread finishes fewer before a second one is awake
@@ -312,7 +313,8 @@ def fixed_fields(form, distances):
         "values.dim": form.value_dim, "values.padded_dim": padded(form.value_dim),
         "block": block, "wide_block": WIDE_BLOCK, "run_block": RUN_TOKENS,
         "leads": np.array(leads), "short_run": distances.short_run, "touched_run": distances.touched_run,
-        "least_split": LEAST_SPLIT, "most_splits": SPLITS, "counting": COUNTING,
+        "least_split": LEAST_SPLIT, "least_wide_split": LEAST_SPLIT_IN_TILES if read.tiles else LEAST_SPLIT,
+        "most_splits": SPLITS, "counting": COUNTING,
         "orders": orders,
     }  # fmt: skip
 
@@ -381,7 +383,7 @@ def workspace_fields(form, block, lead):
         offsets[f"workspace.{name}"], end = end, end + -(-size // 64) * 64
     return offsets | {
         "workspace_bytes": end, "engine_query_bytes": query_bytes,
-        "tile_state_bytes": max(narrow_rows, WIDE) * 4 * (value_dim + 3),
+        "tile_state_bytes": -(-max(narrow_rows, WIDE) * 4 * (value_dim + 3) // LINE) * LINE,
     }  # fmt: skip
 
 
@@ -580,7 +582,8 @@ def key_sum_fields(key_weights, steps):
 
 def keep_items_whole(params, steps):
     """Set limits so that no context is split, and no tile group has more weights than a worker can keep."""
-    params[FIELD["least_split"]], params[FIELD["long_run"]] = 2**40, prefetching.NEVER  # blocks of any item
+    params[FIELD["least_split"]] = params[FIELD["least_wide_split"]] = 2**40
+    params[FIELD["long_run"]] = prefetching.NEVER  # blocks of any item
     queries, kvlens = np.diff(steps.seqstarts), np.diff(steps.kvstarts)
     rows = queries * int(params[FIELD["group"]])
     wide = int((-(-rows[rows > NARROW] // WIDE)).sum()) * int(params[FIELD["heads"]])

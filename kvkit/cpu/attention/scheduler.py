@@ -75,7 +75,8 @@ def schedule(worker, params_address):
             first, end = visible_to_any(params, block)
             tokens += (end - first) * groups_and_splits(params, block)[0]
     equal_share = -(-tokens // params.most_splits)
-    params.split_tokens = max(params.least_split, -(-equal_share // params.block) * params.block)
+    least = params.least_wide_split if params.tiles == WIDE else params.least_split
+    params.split_tokens = max(least, -(-equal_share // params.block) * params.block)
     params.tile_groups = params.work_items = params.splits = 0
     for b in range(params.batch):
         set_sequence(params, block, b)
@@ -128,20 +129,21 @@ def attend(params, block, split, splits, states):
         block.end = min(block.end, block.first + params.split_tokens)
     block.nan_safe = 0
     set_up_block(params, block)
-    set_up_tiles(params, block)
-    engine = engine_of(params, block)
+    engine, state = engine_of(params, block), states + split * split_bytes(params) if states else states
+    block.in_states = block.wide and states and not engine.interleaves
+    set_up_tiles(params, block, state)
     load_queries(params, block, engine)
     attend_blocks(params, block, engine)
     if engine.finish:
         call_engine(engine.finish, params, block, block)
-    if not finish(params, block, engine, split, states):  # a sum is not finite
+    if not finish(params, block, engine, state):  # a sum is not finite
         block.nan_safe, block.size = 1, min(block.size, params.wide_block)  # values are widened
         clear_padding(params, block)
         floats = engine_of(params, block)
         if block.wide:
             load_queries(params, block, floats)
         attend_blocks(params, block, floats)
-        finish(params, block, engine, split, states)
+        finish(params, block, engine, state)
     if params.key_sums:
         call_engine(params.add_key_weights, params, block, block)
 

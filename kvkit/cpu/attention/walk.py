@@ -27,7 +27,7 @@ from kvkit.cpu.attention.params import (
     tile_at,
     whole_steps,
 )
-from kvkit.cpu.attention.work_items import WIDE
+from kvkit.cpu.attention.work_items import WIDE, state_stride
 from kvkit.cpu.copy.rows import call_rows
 from kvkit.cpu.simd import attention
 from kvkit.formulas import numeric
@@ -186,8 +186,8 @@ def set_up_prefetches(params, block, long_run, in_tiles):
 
 
 @helper
-def set_up_tiles(params, block):
-    """Set the query rows, the key head and the buffers of each tile."""
+def set_up_tiles(params, block, state):
+    """Set the query rows, the key head and the buffers of each tile; O may lie in the state of a split."""
     at, offsets, rows, lanes = block.workspace, params.workspace, block.rows, max(block.rows, LANES)
     dim, value_dim = params.keys.padded_dim, params.values.padded_dim
     score_bytes = 4 * rows * whole_steps(block.size)
@@ -215,6 +215,8 @@ def set_up_tiles(params, block):
         tile.alpha = at + offsets.alpha + 4 * lanes * (t % block.together)
         tile.m, tile.l = at + offsets.m + 4 * lanes * t, at + offsets.l + 4 * lanes * t
         tile.o = at + offsets.o + 4 * t * rows * value_dim
+        if block.in_states:
+            tile.o = state + t * state_stride(params, rows)
 
 
 @helper
@@ -282,7 +284,9 @@ def clear_sums(params, block):
     for i in range(0, 4 * block.tiles * lanes, 4):
         put_float(m + i, MINUS_INF)
         put_float(l + i, np.float32(0))
-    attention.clear(block.workspace + params.workspace.o, block.tiles * block.rows * params.values.padded_dim)
+    count = block.rows * params.values.padded_dim
+    for t in range(block.tiles):
+        attention.clear(tile_of(params, block, t).o, count)
 
 
 @helper

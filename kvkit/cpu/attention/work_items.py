@@ -48,6 +48,12 @@ def visible_to_any(params, block):
 
 
 @helper
+def state_stride(params, rows):
+    """Return the bytes of the state of a tile of so many rows in a split."""
+    return 4 * rows * (params.values.padded_dim + 3)
+
+
+@helper
 def split_bytes(params):
     """Return the bytes of a split's state, for all tiles of a group."""
     return params.tile_state_bytes * params.group_tiles

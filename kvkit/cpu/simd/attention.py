@@ -535,6 +535,25 @@ def wide_sums_times_zero(b, sums, l_at, live, dim, target):
 
 
 @micro_kernel
+def merge_wide_sums(b, states, size, splits, dim, factors, target):
+    """Add O [dim, WIDE] of states, which are `size` bytes apart, times factors [split, WIDE] of their rows.
+
+    A row whose factor is negative is left out.
+    """
+    line = I64(4 * WIDE)
+    with loop(b, dim) as i:
+        at = b.mul(i, line)
+        for half in (0, 4 * LANES):
+            total, first = StackSlots(b, lanes.zeros(b, LANES)), b.add(b.add(states, at), I64(half))
+            with loop(b, splits) as split:
+                factor = read(b, b.add(factors, b.add(b.mul(split, line), I64(half))), F32, LANES)
+                added = read(b, b.add(first, b.mul(split, size)), F32, LANES).fma(factor, total[0])
+                is_out = b.fcmp_ordered("<", factor.value, factor.of(0.0))
+                total[0] = lanes.Lanes(b, b.select(is_out, total[0].value, added.value))
+            write(b, b.add(b.add(target, at), I64(half)), total[0])
+
+
+@micro_kernel
 def hide_rows(b, scores, ranges, first, count):
     """Set scores [tokens, WIDE] of tokens first..count to -inf where a row does not see the token.
 
