@@ -160,8 +160,8 @@ class MovableTokens(ABC):
         ----------
         call : str
             The name of a method that changes what is stored: ``"remove"``, ``"retain"``, ``"shift"``,
-            ``"divide"``, ``"flatten"``, ``"crop"``, ``"reorder"``, ``"repeat"``, ``"reserve"``, ``"reset"``
-            or ``"compress"``, if the object has it.
+            ``"divide"``, ``"flatten"``, ``"append"``, ``"crop"``, ``"reorder"``, ``"repeat"``, ``"reserve"``,
+            ``"reset"`` or ``"compress"``, if the object has it.
         *arguments, **options
             The arguments of the call.
 

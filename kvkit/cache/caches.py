@@ -155,6 +155,60 @@ class Cache(BaseCache):
             if own is not None:
                 layer.rearrange(own)
 
+    @all_layers
+    def append(self, other: Cache, at: SupportsIndex | None = None, rope: Any = None) -> None:
+        """Add the tokens of another cache behind the present ones, or before the token of position `at`.
+
+        All layers are checked before one changes, and all change or none. See the `append` of layers.
+
+        Parameters
+        ----------
+        other : Cache
+            With layers of the same kinds. It does not change.
+        at : int, optional
+            The position that the first new token gets; None: that of the next token.
+        rope : Rope, "none" or list of them, optional
+            How keys were rotated in both caches, in all layers or in each, as in `shift`.
+
+        Raises
+        ------
+        KvkitError
+            If an argument is wrong, or some layers cannot be joined; `can` says so beforehand.
+
+        Examples
+        --------
+        Two documents, each read from position 0 on, become one context:
+
+        >>> import numpy as np, kvkit
+        >>> from kvkit.cache import DynamicCache
+        >>> first, second = (DynamicCache(rope=kvkit.Rope(4)) for _ in range(2))
+        >>> for cache, tokens in ((first, 5), (second, 3)):
+        ...     states = cache.update(*np.ones((2, 1, 1, tokens, 4), np.float32), 0)
+        >>> first.append(second)
+        >>> first.get_seq_length(), first.layers[0].rope_shifts.tolist()
+        (8, [[0, 5, 0], [5, 8, 5]])
+        """
+        for layer, plan in zip(self.layers, self._plan_joins(other, at, rope), strict=True):
+            if plan is not None:
+                layer.join(plan)
+
+    def check_append(self, other: Cache, at: SupportsIndex | None = None, rope: Any = None) -> None:
+        """Raise the error that `append` would raise."""
+        self._plan_joins(other, at, rope)
+
+    def _plan_joins(self, other: Any, at: SupportsIndex | None, rope: Any) -> list[Any]:
+        """Check an `append`; return a plan for each layer, None for one that reads the rows of another."""
+        if other is self or not isinstance(other, Cache):
+            wanted = "another cache of layers (of pages: PagedCache.fork and update take its tokens)"
+            raise argument_error("other", wanted, "the cache itself" if other is self else describe(other))
+        if len(other) != len(self):
+            raise argument_error("other", f"a cache of {len(self)} layers", len(other))
+        plans = []
+        for layer, theirs, rotation in zip(self.layers, other.layers, self._ropes(rope), strict=True):
+            shared = layer.of is not None and layer.of == theirs.of
+            plans.append(None if shared else layer.plan_join(theirs, at, rotation))
+        return plans
+
     @one_call_at_a_time
     def compress(
         self,

@@ -66,6 +66,7 @@ class Operations(RuleBasedStateMachine):
     @initialize(window=st.integers(1, 9), dtype=st.sampled_from(DTYPES), batch=st.integers(1, 3))
     def begin(self, window, dtype, batch):
         kind = "dynamic" if self.kind == "paged" else self.kind
+        self.window = window
         self.model = Model(kind, window if kind in WINDOWS else None, MAX)
         self.dims = DIMS if kind == self.kind else DIMS[1:] * 2
         self.room = Path(tempfile.mkdtemp())
@@ -205,6 +206,29 @@ class Operations(RuleBasedStateMachine):
             self.cache.remove(begin, end, close=True, rope="none")
             self.model.remove(begin, end)
             self.queries = min(self.queries, 1 if self.model.window is None else 0)
+        self.same()
+        if self.queries:
+            self.attend(1)
+
+    @precondition(lambda self: self.kind != "paged" and not self.model.recording)
+    @rule(count=st.integers(0, 5), back=st.integers(0, 4))
+    def join(self, count, back):
+        """Put another layer's tokens behind, or where no window forbids it before the last ones."""
+        other, new = cache_of(self.kind, self.window, self.dtype), self.new(count)
+        other.update(*new, 0)
+        at = max(0, len(self.model) - back)
+        slid = self.model.window is not None and count > self.model.keeps()
+        if slid or (self.model.window is not None and at < len(self.model)):
+            with pytest.raises(ValueError, match="have left it" if slid else "at: expected"):
+                self.cache.append(other, at, rope="none")
+        elif self.kind == "static" and len(self.model) + count > MAX:
+            with pytest.raises(CapacityError):
+                self.cache.append(other, at, rope="none")
+        else:
+            tokens = tokens_of(*new)
+            self.cache.append(other, at, rope="none")
+            self.model.join(tokens, at)
+            self.queries = min(1, len(self.model))
         self.same()
         if self.queries:
             self.attend(1)

@@ -47,21 +47,21 @@ MIXED = [
 ]  # fmt: skip
 
 
-def rows_of(layer, count, rng):
+def rows_of(layer, count, rng, batch):
     heads = 1 if layer.latent_dim else 2
-    return rng.standard_normal((2, 2, heads, count, 8)).astype(np.float32)
+    return rng.standard_normal((2, batch, heads, count, 8)).astype(np.float32)
 
 
-def grow(cache, count, rng):
+def grow(cache, count, rng, batch=2):
     length = cache.get_seq_length()
     for i, layer in enumerate(cache.layers):
         if layer.of is None and layer.has_rows:
-            cache.update(*rows_of(layer, count, rng), i)
+            cache.update(*rows_of(layer, count, rng, batch), i)
         elif layer.of is None:
-            cache.update({"s": np.full((2, 3), length + count, np.float32)}, count, i)
+            cache.update({"s": np.full((batch, 3), length + count, np.float32)}, count, i)
 
 
-def calls(length, batch, rng):
+def calls(length, batch, rng, other):
     """Return legal and illegal calls, with arguments in place and by name."""
     a, b = sorted(rng.integers(-1, length + 3, 2).tolist())
     some = sorted({*rng.integers(0, max(length, 1), 4).tolist()})
@@ -76,6 +76,8 @@ def calls(length, batch, rng):
         ("select", ([1, 0],), {}),
         ("reorder_cache", ([],), {}), ("batch_select_indices", ([0, 1],), {}), ("repeat", (a,), {}),
         ("batch_repeat_interleave", (1,), {}), ("reserve", (a,), {}), ("reserve", (60,), {}),
+        ("append", (other,), {}), ("append", (other, a), {}), ("append", (other,), {"rope": ROPE}),
+        ("append", (other,), {"at": b, "rope": "none"}), ("append", (None,), {}),
         ("reset", (), {}), ("compress", ("knorm",), {"keep": 0.5}), ("compress", ("knorm",), {"count": a}),
         ("compress", ("snapkv",), {"keep": 0.5}), ("compress", ("knorm",), {"keep": 0.8, "renumber": True}),
         ("compress", ("knorm",), {"keep": 0.8, "budget": "ada"}),
@@ -126,14 +128,17 @@ def test_can_is_none_exactly_if_the_call_succeeds(kinds, mapped, tmp_path):
         layers, batch = cache.layers, 2
         for _ in range(14):
             batch = max([layer.batch_size for layer in cache.layers], default=2)
-            chosen = calls(cache.get_seq_length(), batch, rng)
+            other = Cache([KINDS[kind]() for kind in kinds], rope=[None, ROPE, "none"][rng.integers(3)])
+            if rng.random() < 0.9:
+                grow(other, int(rng.integers(1, 6)), rng, batch or 2)
+            chosen = calls(cache.get_seq_length(), batch, rng, other)
             call, arguments, options = chosen[rng.integers(len(chosen))]
             if call == "repeat" and batch > 4:
                 continue
             asked += 1
             legal += check(cache, cache, call, arguments, options)
         for layer in cache.layers:
-            for call, arguments, options in calls(layer.get_seq_length(), batch, rng):
+            for call, arguments, options in calls(layer.get_seq_length(), batch, rng, other.layers[-1]):
                 if call != "compress" and (call, len(cache.layers)) != ("reset", 2):
                     check(layer, cache, call, arguments, options)
                     asked += 1
@@ -155,16 +160,16 @@ def test_rows_in_pages(latent, states):
                            latent_dim=latent, others=others)  # fmt: skip
         for _ in range(seed % 4):
             for i, layer in enumerate(cache.layers):
-                keys, values = rows_of(layer, 4, rng)
+                keys, values = rows_of(layer, 4, rng, 2)
                 if not layer.has_rows:
                     cache.update({"s": np.ones((2, 3), np.float32)}, 4, i)
                 else:
                     cache.update(*((keys[..., :4], values[..., :4]) if latent else (keys, values)), i)
         for _ in range(14):
             batch = cache.layers[0].batch_size or 2
-            chosen = calls(cache.get_seq_length(), batch, rng)
+            chosen = calls(cache.get_seq_length(), batch, rng, None)
             call, arguments, options = chosen[rng.integers(len(chosen))]
-            if call in ("reserve", "repeat") or "per_head" in options or options.get("budget"):
+            if call in ("reserve", "repeat", "append") or "per_head" in options or options.get("budget"):
                 continue
             named = call in ("crop", "reorder", "select", "reorder_cache", "batch_select_indices", "reset",
                              "batch_repeat_interleave")  # fmt: skip

@@ -1,5 +1,6 @@
 """An interrupt, or the end of memory, inside a call: the cache is as before it or after it, or refuses."""
 
+import functools
 import itertools
 import os
 import sys
@@ -32,6 +33,8 @@ def rows_of(cache):
 
 CALLS = {
     "update": lambda cache: append(cache, 3, 50, indexes=False),
+    "append": lambda cache: cache.append(few(cache.kind)),
+    "append before": lambda cache: cache.append(few(cache.kind), 7),
     "crop": lambda cache: cache.crop(-1),
     "remove": lambda cache: rows_of(cache).remove(2, 5),
     "remove, close": lambda cache: rows_of(cache).remove(2, 5, close=True),
@@ -71,10 +74,19 @@ def attend_all(cache):
 
 def filled(kind, files):
     cache = (KINDS | {"mixed": mixed})[kind]()
+    cache.kind = kind
     if files:
         cache.offload("/tmp", only_non_sliding=False)
     for seed, count in enumerate((9, 2, 1)):
         append_all(cache, count, 10 * seed)
+    return cache
+
+
+@functools.cache
+def few(kind):
+    """Return another cache of a kind with four tokens, which is made before lines are counted."""
+    cache = (KINDS | {"mixed": mixed})[kind]()
+    append_all(cache, 4, 70)
     return cache
 
 

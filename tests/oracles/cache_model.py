@@ -101,6 +101,13 @@ class Model:
         if self.window is None:
             self.stored -= end - begin
 
+    def join(self, tokens, at):
+        """Put tokens before token number `at`."""
+        self.seen[at:at] = tokens
+        self.stored += len(tokens)
+        if self.window is not None:
+            self.stored = min(self.stored, self.keeps())
+
     def take(self, indices):
         self.seen = [tuple(side[list(indices)] for side in token) for token in self.seen]
 

@@ -225,6 +225,37 @@ class BlockAllocator:
         self._pool.release(dropped)
         self._apply(layouts, plan)
 
+    @whole_or_refused
+    def join(self, seq: Sequence, other: Sequence, row: int, plan: Rearrangement, ropes: list[Any]) -> None:
+        """Put the tokens of `other` before token number `row` of `seq`. Both share the blocks of `other`.
+
+        `plan` has the positions of all tokens afterwards, and the keys that the caller will rotate, as in
+        `rearrange`. The sequences have no block in common. After an error none has changed.
+        """
+        size, own = self.page_size, set(seq.table)
+        mine, theirs = seq.rows(size), other.rows(size)
+        rows = np.concatenate((mine[:row], theirs, mine[row:]))
+        rotated_from = len(rows) if plan.rotated is None else int(np.flatnonzero([*plan.rotated, 1])[0])
+
+        def is_own(block: int) -> bool:
+            return block in own and self._is_own(block)
+
+        layout = lay_out(rows, plan.after.shifts, size, is_own, rotated_from)
+        dropped = sorted(own.difference(layout.pages))
+        self._check_room([layout], sum(self._pool.references[block] == 1 for block in dropped))
+        self._pool.share(block for block in layout.pages if block >= 0 and block not in own)
+        self._pool.release(dropped)
+        ids = seq.ids[: ID_BYTES * min(row, seq.id_count)]
+        if seq.id_count >= row and other.id_count >= other.length:
+            ids += other.ids[: ID_BYTES * other.length] + seq.ids[ID_BYTES * row :]
+        intact = min(row, seq.length if seq.intact is None else seq.intact)
+        table, targets = self._take_pages(layout)
+        seq.length, seq.table, seq.borders = len(rows), array("q", table), layout.borders
+        seq.ids, seq.ropes, seq.intact, seq.row_positions = ids, ropes, intact, plan.after
+        del seq.chain[1 + intact // size :]
+        if len(targets):
+            self._copy_rows(layout.sources, targets)  # type: ignore[misc]  # checked
+
     def _layout(self, seq: Sequence, plan: Rearrangement, is_own: Callable[[int], bool]) -> Arrangement:
         """Return where the tokens will lie after a plan."""
         rows, rotated = seq.rows(self.page_size)[plan.kept], plan.rotated
@@ -247,15 +278,21 @@ class BlockAllocator:
 
     def _apply(self, layouts: list[tuple[Sequence, Arrangement]], plan: Rearrangement) -> None:
         """Move sequences to new layouts; the blocks that they keep are already counted as used."""
-        size, sources, targets = self.page_size, [], []
+        sources, targets = [], []
         for seq, layout in layouts:
-            table = [block if block >= 0 else self._pool.take() for block in layout.pages]
+            table, places = self._take_pages(layout)
             if len(layout.sources):
                 sources.append(layout.sources)
-                targets.append(np.array(table)[layout.targets // size] * size + layout.targets % size)
+                targets.append(places)
             self._place(seq, plan, table, layout.borders)
         if sources:  # in one call, because a block that one sequence frees may become another's
             self._copy_rows(np.concatenate(sources), np.concatenate(targets))  # type: ignore[misc]  # checked
+
+    def _take_pages(self, layout: Arrangement) -> tuple[list[int], Array]:
+        """Take the new blocks of a layout; return (the block table, the rows to copy to)."""
+        size, places = self.page_size, layout.targets
+        table = [block if block >= 0 else self._pool.take() for block in layout.pages]
+        return table, np.array(table, np.int64)[places // size] * size + places % size
 
     def _place(self, seq: Sequence, plan: Rearrangement, table: list[int], borders: list[int]) -> None:
         """Give a sequence the tokens of a plan, the blocks of `table` and its segments."""

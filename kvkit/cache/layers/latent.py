@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -13,6 +13,7 @@ import kvkit.mla
 from kvkit.cache.base import one_call_at_a_time
 from kvkit.cache.layers.attention import checked_mask
 from kvkit.cache.layers.dynamic import DynamicLayer
+from kvkit.cache.layers.joining import Join
 from kvkit.cache.layers.positions import Rearrangement, Rotation
 from kvkit.cache.stores.memory import Geometry
 from kvkit.cache.stores.span import Span
@@ -211,6 +212,12 @@ class LatentLayer(DynamicLayer):
     def plan(self, call: str, *arguments: Any, rope: Rotation = None, **options: Any) -> Rearrangement:
         self.rope, rope = (placed_rotation(rotation, self.latent_dim) for rotation in (self.rope, rope))
         return super().plan(call, *arguments, rope=rope, **options)
+
+    def plan_join(self, other: Any, at: SupportsIndex | None = None, rope: Rotation = None) -> Join:
+        self.rope, rope = (placed_rotation(rotation, self.latent_dim) for rotation in (self.rope, rope))
+        return super().plan_join(other, at, rope)
+
+    check_append = plan_join
 
     def _check_movable(self, call: str, plan: Rearrangement) -> None:
         super()._check_movable(call, plan)

@@ -13,6 +13,7 @@ from kvkit.cache.base import BaseLayer, one_call_at_a_time
 from kvkit.cache.layers import requests
 from kvkit.cache.layers.attention import LayerAttention
 from kvkit.cache.layers.changes import LostRows, whole
+from kvkit.cache.layers.joining import Join, plan_join
 from kvkit.cache.layers.positions import (
     Piece,
     Rearrangement,
@@ -70,6 +71,7 @@ class Layer(BaseLayer):
         "store", "span", "row_positions", "rope", "record_past", "allocate", "overwritten"
     )
     reorders_in_place = True  # whether `reorder` to a batch of the same size overwrites rows
+    why_not_joined = ""  # why rows of other layers cannot be added, see `append`
     source: Layer | None = None  # the layer whose rows a `SharedLayer` reads
     _joined = 0  # see `Geometry.joined`; 0 but in layers of latent rows
 
@@ -312,6 +314,91 @@ class Layer(BaseLayer):
     ) -> Attended:
         """Attend with options that `attend` has packed; the lock is held."""
         return self._attention(self, query, mask, scoring, return_lse, wants_weights)
+
+    # Joining
+
+    @one_call_at_a_time
+    def append(self, other: Layer, at: SupportsIndex | None = None, rope: Rotation = None) -> None:
+        """Add the tokens of another layer behind the present ones, or before one of them.
+
+        The other layer's first position 0 becomes `at`. Its keys, and the present ones behind them, get rope
+        shifts and stay as they are in memory, so nothing is lost, also of codes: these are copied as bytes.
+        Rows of a `QuantizedLayer` that are sinks or recent tokens no more are encoded now. Each row attends
+        to what it did; the model did not see both contexts together.
+
+        Parameters
+        ----------
+        other : layer
+            Of the same kind, arguments, sizes and dtype. It does not change.
+        at : int, optional
+            The position that the first new token gets; None: that of the next token. Tokens from there on
+            move behind the new ones. Layers with a window take tokens at the end only.
+        rope : Rope, "none" or None
+            How keys were rotated, in both layers, as in `shift`.
+
+        Raises
+        ------
+        KvkitError
+            If an argument is wrong, or the layers cannot be joined: recurrent states, a window whose first
+            tokens have left it, heads that keep different tokens, other formats or rotations. `can` says so
+            beforehand.
+
+        Examples
+        --------
+        >>> import numpy as np, kvkit
+        >>> from kvkit.cache import DynamicLayer
+        >>> first, second, states = DynamicLayer(), DynamicLayer(), np.ones((1, 1, 5, 4), np.float32)
+        >>> for layer in (first, second):
+        ...     keys, values = layer.update(states, states)
+        >>> first.append(second, at=3, rope=kvkit.Rope(4))
+        >>> first.get_seq_length(), first.rope_shifts.tolist()
+        (10, [[0, 3, 0], [3, 8, 3], [8, 10, 5]])
+        """
+        self.join(self.plan_join(other, at, rope))
+
+    def plan_join(self, other: Any, at: SupportsIndex | None = None, rope: Rotation = None) -> Join:
+        """Check an `append`; return a plan for `join`."""
+        plan = plan_join(self, self._positions_from(self.span.first), other, at, rope)
+        self._check_movable("append", plan.moved)
+        return plan
+
+    check_append = plan_join
+
+    @one_call_at_a_time
+    @whole
+    def join(self, plan: Join) -> None:
+        """Carry out a plan that `plan_join` returned."""
+        after, length = plan.moved.after, self.span.length + plan.new
+        if plan.new:
+            self._join_rows(plan)
+        span = self.span
+        self.span = Span(
+            length, max(span.oldest, self._stored_from(length)), span.oldest, span.origin, length
+        )
+        self.row_positions, self.rope = self._needed_positions(after), plan.moved.rope
+        self._commit()
+
+    def _join_rows(self, plan: Join) -> None:
+        """Store the rows of another layer: behind the present ones, where no token is, or in a new store."""
+        source, rotated, at = plan.source, plan.moved.rotated, 0
+        own = np.arange(*self.span.rows_from(self.span.first))
+        theirs = np.arange(*source.span.rows_from(source.span.oldest))
+        if plan.row == len(own) and rotated is None:
+            self._make_room(source.store.geometry, self.span.length + plan.new, self.span.oldest)
+            rows = source.store.rows(*source.span.rows_from(source.span.oldest))
+            self.store.write(self.span.length - self.span.origin, *rows)
+            return
+        parts = (self.store, own[: plan.row]), (source.store, theirs), (self.store, own[plan.row :])
+        count, capacity = len(own) + len(theirs), 0 if self.store is None else self.store.capacity
+        capacity = capacity if count <= capacity else self._capacity(count)
+        store = self._new_store(source.store.geometry, capacity)
+        for part, rows in parts:
+            if len(rows):
+                shifts = None if rotated is None else rotated[at : at + len(rows)]
+                store.copy_from(part, rows, at, plan.moved.rope, shifts)
+                at += len(rows)
+        store.end = at
+        self._set_store(store, Span(len(own), before=len(own)))
 
     # Removing tokens and changing the batch
 

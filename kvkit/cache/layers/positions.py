@@ -282,7 +282,7 @@ PLANS: dict[str, Callable[..., Rearrangement]] = {
 
 
 # Verbs that move no tokens: an object has a method `check_VERB` for each that it has.
-OTHER_VERBS = "crop", "reorder", "repeat", "reserve", "reset", "compress"
+OTHER_VERBS = "append", "crop", "reorder", "repeat", "reserve", "reset", "compress"
 OTHER_NAMES = dict.fromkeys(("select", "reorder_cache", "batch_select_indices"), "reorder")
 OTHER_NAMES |= {"batch_repeat_interleave": "repeat"}
 

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 
 from kvkit.cache.base import one_call_at_a_time
 from kvkit.cache.layers.changes import whole
+from kvkit.cache.layers.joining import Join
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.layers.positions import Rearrangement, check_codes
 from kvkit.cache.layers.quant_spec import QuantSpec
@@ -132,6 +133,10 @@ class QuantizedLayer(Layer):
 
     def _check_movable(self, call: str, plan: Rearrangement) -> None:
         check_codes(self.name, call, plan)
+
+    def _join_rows(self, plan: Join) -> None:
+        store, theirs = self.store or self._empty_store(plan.source.store.geometry), plan.source.store
+        self._set_store(store.joined(theirs, plan.row), self.span)
 
     def _shorten(self, span: Span) -> None:
         if self.store is not None:

@@ -64,6 +64,11 @@ class SharedLayer(Layer):
     ) -> tuple[States, States]:
         self._refuse("update")
 
+    def plan_join(self, *arguments: Any) -> NoReturn:
+        self._refuse("append")
+
+    check_append = plan_join
+
     def plan(self, call: str, *arguments: Any, **options: Any) -> Any:
         self._refuse(call)
 

@@ -70,6 +70,7 @@ class StateLayer(Layer):
     has_rows = False
     reorders_in_place = False
     why_kept = "a recurrent state holds all tokens"
+    why_not_joined = "a recurrent state, which has no rows (let the model read the tokens after it)"
 
     def __init__(self, checkpoint_every: int = 0, max_checkpoints: int = 4) -> None:
         self.checkpoint_every = integer("checkpoint_every", checkpoint_every, 0)

@@ -17,6 +17,7 @@ from kvkit.cache.base import BaseCache, one_call_at_a_time
 from kvkit.cache.blocks.allocator import BlockAllocator
 from kvkit.cache.blocks.changes import Guard, whole_or_refused
 from kvkit.cache.blocks.sequence import Sequence, check_bytes
+from kvkit.cache.layers.joining import common_rotation, join_positions
 from kvkit.cache.layers.latent import placed_rotation
 from kvkit.cache.layers.positions import (
     Rearrangement,
@@ -319,6 +320,79 @@ class PagedCache(BaseCache):
         """Rotate a sequence's shifted keys in memory, in unshared blocks. A cache of codes refuses this."""
         self.rearrange(self.plan("flatten", seq, rope=rope))
 
+    @one_call_at_a_time
+    def append(
+        self, seq: Sequence, other: Sequence, at: SupportsIndex | None = None, rope: Any = None
+    ) -> None:
+        """Add the tokens of another sequence behind those of a sequence, or before one of them.
+
+        Blocks are shared: only tokens that then begin inside a block are copied, and no key is rotated, see
+        `Cache.append`. The other sequence does not change.
+
+        Parameters
+        ----------
+        seq, other : Sequence
+            They have no block in common, for a block lies once in a sequence; `BlockAllocator.fork` with a
+            ``begin`` leaves out what both have.
+        at, rope
+            As in `Cache.append`.
+
+        Raises
+        ------
+        KvkitError
+            If an argument is wrong, or a step is open.
+        OutOfBlocksError
+            If no block is free for tokens that must be copied.
+
+        Examples
+        --------
+        >>> import numpy as np, kvkit
+        >>> from kvkit.cache import PagedCache
+        >>> cache = PagedCache(8, 4, num_layers=1, num_kv_heads=1, head_dim=4, dtype=np.float32)
+        >>> first, second = cache.blocks.add(), cache.blocks.add()
+        >>> for seq in (first, second):
+        ...     with cache.begin_step([(seq, 6)]) as step:
+        ...         step.update(*np.ones((2, 6, 1, 4), np.float32), layer_idx=0)
+        >>> cache.append(first, second, rope=kvkit.Rope(4))
+        >>> first.blocks, second.blocks, first.rope_shifts.tolist()
+        ([0, 1, 2, 3], [2, 3], [[0, 6, 0], [6, 12, 6]])
+        """
+        plan, row = self._plan_join(seq, other, at, rope)
+        self._join(plan, other, row)
+
+    def check_append(
+        self, seq: Sequence, other: Sequence, at: SupportsIndex | None = None, rope: Any = None
+    ) -> None:
+        """Raise the error that `append` would raise."""
+        self._plan_join(seq, other, at, rope)
+
+    def _plan_join(self, seq: Any, other: Any, at: Any, rope: Any) -> tuple[SequencePlan, int]:
+        """Check an `append`; return (the plan, the row before which the other tokens go)."""
+        for each in (seq, other):
+            self.blocks.check_movable(each)
+            if each in self.rows.sequences:
+                raise argument_error("seq", "sequences from `blocks`", "a row of the batch")
+        if common := sorted(set(seq.table) & set(other.table)):
+            wanted = "sequences without a common block (blocks.fork(other, begin) leaves it out)"
+            raise argument_error("other", wanted, f"block {common[0]} in both")
+        now, theirs = seq.all_positions(), other.all_positions()
+        known, dim = seq.ropes or self.ropes, self.store.dim
+        ropes = [rotation_of(*pair, dim, now.shifted) for pair in zip(self._ropes(rope), known, strict=True)]
+        ropes = [*map(common_rotation, ropes, other.ropes or [None] * len(ropes))]
+        rotation = next((rope for rope in ropes if isinstance(rope, Rope)), ropes[0])
+        row, moved = join_positions(now, theirs, at, rotation)
+        if self.store.format.dtype != self.store.cache.dtype:
+            check_codes("seq", "append", moved)
+        rotates = moved.rotated is not None and moved.rotated.any()
+        return SequencePlan([seq], moved if rotates else moved._replace(rotated=None), ropes), row
+
+    @whole_or_refused
+    def _join(self, plan: SequencePlan, other: Sequence, row: int) -> None:
+        """Carry out a plan of `_plan_join`."""
+        (seq,), moves, ropes = plan
+        self.blocks.join(seq, other, row, moves, ropes)
+        self._rotate_rows(plan)
+
     def plan(self, call: str, *arguments: Any, **options: Any) -> SequencePlan:  # type: ignore[override]
         seq, *others = arguments or (None,)
         self.blocks.check(seq)
@@ -468,8 +542,12 @@ class PagedCache(BaseCache):
 
     @whole_or_refused
     def rearrange(self, plan: SequencePlan) -> None:  # type: ignore[override]
+        self.blocks.rearrange(*plan)
+        self._rotate_rows(plan)
+
+    def _rotate_rows(self, plan: SequencePlan) -> None:
+        """Rotate keys in memory as planned."""
         sequences, moves, ropes = plan
-        self.blocks.rearrange(sequences, moves, ropes)
         if moves.rotated is not None:
             rotated = moves.rotated != 0
             for seq in sequences:
@@ -546,7 +624,8 @@ class PagedCache(BaseCache):
             layer.select(indices)
 
     def _repeat(self, repeats: int) -> None:
-        self._select(np.repeat(np.arange(len(self.rows.sequences)), repeats))
+        if self.rows.sequences:
+            self._select(np.repeat(np.arange(len(self.rows.sequences)), repeats))
 
     @one_call_at_a_time
     @whole_or_refused

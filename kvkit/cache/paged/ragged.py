@@ -127,6 +127,8 @@ class RaggedLayer(Layer):
 
     attributes = Layer.attributes.extended("geometry", "pool", "blocks", "sequences", "changes")
 
+    why_not_joined = "heads that keep different tokens"
+
     def __init__(self) -> None:
         super().__init__()
         self._forget()

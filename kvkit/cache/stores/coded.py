@@ -126,6 +126,12 @@ class CodeStore:
         store.sides = [side.copied(allocate) for side in self.sides]
         return store
 
+    def joined(self, store: CodeStore, row: int) -> CodeStore:
+        """Return a copy with the tokens of another store before row `row`."""
+        joined = copy.copy(self)
+        joined.sides = [own.joined(their, row) for own, their in zip(self.sides, store.sides, strict=True)]
+        return joined
+
     def select_rows(self, indices: Array) -> CodeStore:
         """Return a copy of the store with these rows of the batch."""
         store = copy.copy(self)

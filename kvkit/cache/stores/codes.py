@@ -210,10 +210,13 @@ class CodedSide:
     def encode_old(self) -> None:
         """Encode the tokens that have left the window. The latest view still reads them in the tail."""
         blocks = self.new_blocks(self.length)
-        if not blocks:
-            return
+        if blocks:
+            self._encode(self.tail_tokens(), blocks)
+
+    def _encode(self, states: Array, blocks: int) -> None:
+        """Encode the first tokens of [B, H, tokens, dim], whole blocks, to behind the codes in use."""
         tokens, (batch, heads, _, dim) = blocks * self.block_size, self.shape
-        source, target = place_of(self.tail_tokens(), 0), place_of(self.codes[:, :, self.coded :], 0)
+        source, target = place_of(states, 0), place_of(self.codes[:, :, self.coded :], 0)
         cells = self.cells_place(-self.block_count)  # of the first cells that are not in use
         at: list[int] = []  # a `COPY_SIDE`, whose "tokens" are whole blocks
         for place, rows in (source, self.block_size), (target, self.block_size), (cells, 1):
@@ -257,6 +260,72 @@ class CodedSide:
         self.coded, self.block_count = len(rows["codes"]), len(rows["cells"])
         self._set_length(length, len(rows["sinks"]))
         self.tail_origin = self.codes_end
+
+    def joined(self, other: CodedSide, row: int) -> CodedSide:
+        """Return a side with the tokens of another one before row `row`. Codes are copied as bytes.
+
+        The first sinks and the last uncoded tokens stay uncoded. Uncoded tokens between codes are encoded
+        now, in blocks of their own, of which the last may have fewer tokens.
+        """
+        runs = [*self._runs(0, row), *other._runs(0, other.length), *self._runs(row, self.length)]
+        side, (batch, heads, _, dim) = copy.copy(self), self.shape
+        side.sinks, side.coded, side.block_count, side.block_of = self.sinks.copy(), 0, 0, self.block_of[:0]
+        side.codes, side.cells, sinks = self.codes[:, :, :0], self.cells[:, :, :0], 0
+        if runs and runs[0].name == "sinks":
+            first = runs.pop(0).rows()
+            sinks = first.shape[2]
+            side.sinks[:, :, :sinks] = first
+        last = max((i for i, run in enumerate(runs) if run.name == "codes"), default=-1)
+        uncoded: list[Array] = []
+        for run in runs[: last + 1]:
+            if run.name == "codes":
+                side._add_uncoded(uncoded)
+                side._add_codes(run)
+                uncoded = []
+            else:
+                uncoded.append(run.rows())
+        tail = [run.rows() for run in runs[last + 1 :]]
+        count = sum(rows.shape[2] for rows in tail)
+        room = count + self.residual + self.block_size + TAIL_ROOM
+        side.tail = self.allocate((batch, heads, room, dim), self.dtype)
+        if tail:
+            np.concatenate(tail, 2, out=side.tail[:, :, :count])
+        side._set_length(sinks + side.coded + count, sinks)
+        side.tail_origin = side.codes_end
+        side.grow(side.new_blocks(side.length))  # for tokens of the tail that will be encoded
+        return side
+
+    def _runs(self, begin: int, end: int) -> list[Run]:
+        """Return where the tokens [begin, end) lie, in order."""
+        sinks = min(self.sink, self.length)
+        parts = ("sinks", 0, sinks, 0), ("codes", sinks, self.codes_end, sinks)
+        runs = [
+            Run(self, name, max(begin, first) - origin, min(end, last) - origin)
+            for name, first, last, origin in (*parts, ("tail", self.codes_end, self.length, self.tail_origin))
+        ]
+        return [run for run in runs if run.begin < run.end]
+
+    def _add_codes(self, run: Run) -> None:
+        """Copy codes of another side, with their scales, behind those in use."""
+        source, count, end = run.side, run.end - run.begin, self.coded + run.end - run.begin
+        blocks, block_of = np.unique(source.block_of[run.begin : run.end], return_inverse=True)
+        self.grow(len(blocks))
+        copy_rows(self.codes, source.codes, np.arange(run.begin, run.end), end - count)
+        copy_rows(self.cells, source.cells, blocks, self.block_count)
+        self.block_of[self.coded : end] = self.block_count + block_of
+        self.coded, self.block_count = end, self.block_count + len(blocks)
+
+    def _add_uncoded(self, parts: list[Array]) -> None:
+        """Encode arrays of tokens behind the codes in use; the last token fills their last block."""
+        if parts:
+            states = np.concatenate(parts, 2)
+            count = states.shape[2]
+            blocks = -(-count // self.block_size)
+            filling = np.repeat(states[:, :, -1:], blocks * self.block_size - count, axis=2)
+            self.grow(blocks)
+            end = self.coded + count
+            self._encode(np.concatenate((states, filling), 2), blocks)
+            self.coded = end
 
     def show_codes(self) -> None:
         """Make the next view read every code."""
@@ -400,6 +469,20 @@ class CodedSide:
         side = copy.copy(self)
         side.codes_read = self.coded
         return side.read()
+
+
+class Run(NamedTuple):
+    """Says in which array of a side some neighbouring tokens lie."""
+
+    side: CodedSide
+    name: str  # "sinks", "codes" or "tail"
+    begin: int  # the first row of the array
+    end: int
+
+    def rows(self) -> Array:
+        """Return the rows, a view."""
+        array: Array = getattr(self.side, self.name)
+        return array[:, :, self.begin : self.end]
 
 
 class Place(NamedTuple):
