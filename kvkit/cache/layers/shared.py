@@ -64,7 +64,7 @@ class SharedLayer(Layer):
     ) -> tuple[States, States]:
         self._refuse("update")
 
-    def plan_join(self, *arguments: Any) -> NoReturn:
+    def plan_join(self, other: Any, at: SupportsIndex | None = None, rope: Any = None) -> NoReturn:
         self._refuse("append")
 
     check_append = plan_join
