@@ -231,9 +231,9 @@ class CodedSide:
         """Keep the first `length` tokens."""
         self.coded = min(self.coded, max(0, length - self.sink))
         self.block_count = int(self.block_of[self.coded - 1]) + 1 if self.coded else 0
-        self._set_length(length, min(length, self.sink))
+        self.set_length(length, min(length, self.sink))
 
-    def _set_length(self, length: int, sinks: int) -> None:
+    def set_length(self, length: int, sinks: int) -> None:
         """Count `length` tokens, the first `sinks` of them in the sinks; the next view reads all codes."""
         self.sink = sinks if length > sinks else self.sinks.shape[2]
         self.length, self.codes_read, self.coded_before = length, self.coded, self.coded
@@ -258,7 +258,7 @@ class CodedSide:
     def _count(self, length: int, rows: dict[str, Array]) -> None:
         """Set the counters for `length` tokens with these rows of each array."""
         self.coded, self.block_count = len(rows["codes"]), len(rows["cells"])
-        self._set_length(length, len(rows["sinks"]))
+        self.set_length(length, len(rows["sinks"]))
         self.tail_origin = self.codes_end
 
     def joined(self, other: CodedSide, row: int) -> CodedSide:
@@ -267,7 +267,7 @@ class CodedSide:
         The first sinks and the last uncoded tokens stay uncoded. Uncoded tokens between codes are encoded
         now, in blocks of their own, of which the last may have fewer tokens.
         """
-        runs = [*self._runs(0, row), *other._runs(0, other.length), *self._runs(row, self.length)]
+        runs = [*self.runs(0, row), *other.runs(0, other.length), *self.runs(row, self.length)]
         side, (batch, heads, _, dim) = copy.copy(self), self.shape
         side.sinks, side.coded, side.block_count, side.block_of = self.sinks.copy(), 0, 0, self.block_of[:0]
         side.codes, side.cells, sinks = self.codes[:, :, :0], self.cells[:, :, :0], 0
@@ -279,8 +279,8 @@ class CodedSide:
         uncoded: list[Array] = []
         for run in runs[: last + 1]:
             if run.name == "codes":
-                side._add_uncoded(uncoded)
-                side._add_codes(run)
+                side.add_uncoded(uncoded)
+                side.add_codes(run)
                 uncoded = []
             else:
                 uncoded.append(run.rows())
@@ -290,12 +290,12 @@ class CodedSide:
         side.tail = self.allocate((batch, heads, room, dim), self.dtype)
         if tail:
             np.concatenate(tail, 2, out=side.tail[:, :, :count])
-        side._set_length(sinks + side.coded + count, sinks)
+        side.set_length(sinks + side.coded + count, sinks)
         side.tail_origin = side.codes_end
         side.grow(side.new_blocks(side.length))  # for tokens of the tail that will be encoded
         return side
 
-    def _runs(self, begin: int, end: int) -> list[Run]:
+    def runs(self, begin: int, end: int) -> list[Run]:
         """Return where the tokens [begin, end) lie, in order."""
         sinks = min(self.sink, self.length)
         parts = ("sinks", 0, sinks, 0), ("codes", sinks, self.codes_end, sinks)
@@ -305,7 +305,7 @@ class CodedSide:
         ]
         return [run for run in runs if run.begin < run.end]
 
-    def _add_codes(self, run: Run) -> None:
+    def add_codes(self, run: Run) -> None:
         """Copy codes of another side, with their scales, behind those in use."""
         source, count, end = run.side, run.end - run.begin, self.coded + run.end - run.begin
         blocks, block_of = np.unique(source.block_of[run.begin : run.end], return_inverse=True)
@@ -315,7 +315,7 @@ class CodedSide:
         self.block_of[self.coded : end] = self.block_count + block_of
         self.coded, self.block_count = end, self.block_count + len(blocks)
 
-    def _add_uncoded(self, parts: list[Array]) -> None:
+    def add_uncoded(self, parts: list[Array]) -> None:
         """Encode arrays of tokens behind the codes in use; the last token fills their last block."""
         if parts:
             states = np.concatenate(parts, 2)
@@ -415,7 +415,7 @@ class CodedSide:
         self.block_of[:coded] = np.repeat(np.arange(blocks), block_lengths)
         self.tail = grow_array(tail, tail.shape[2], tail.shape[2], self.allocate)
         self.coded, self.block_count = coded, blocks
-        self._set_length(length, sinks.shape[2])
+        self.set_length(length, sinks.shape[2])
         self.tail_origin = self.codes_end
 
     # Reading
