@@ -12,7 +12,6 @@ text. The backends of transformers' own quantized cache are rows where what they
 
 import importlib.util
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 try:
@@ -23,7 +22,6 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"{error.name} is not installed: pip install '.[transformers]'")
 
-from kvkit.cache import QuantSpec
 from kvkit.integrations.transformers import KvkitCache
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -57,11 +55,8 @@ def caches(config):
     """Yield (name, attention function, cache) of every row, or in place of the cache what is missing."""
     yield "DynamicCache", "sdpa", DynamicCache(config=config)
     yield "kvkit dynamic", "kvkit", KvkitCache(config)
-    spec = QuantSpec(group=32)
-    for bits, axis in ((8, "channel"), (4, "channel"), (4, "token"), (2, "channel"), (2, "token")):
-        key, value = replace(spec, bits=bits, axis=axis), replace(spec, bits=bits)
-        cache = KvkitCache(config, "quantized", key=key, value=value, **WINDOW)
-        yield f"kvkit int{bits}, keys by {axis}", "kvkit", cache
+    for format in ("uint8:channel/uint8", "kivi4", "uint4", "kivi2", "uint2"):
+        yield f"kvkit {format}", "kvkit", KvkitCache(config, "quantized", format=format, **WINDOW)
     for backend, options in (("fp8", {}), ("quanto", WINDOW), ("hqq", WINDOW)):
         options = {name: number for name, number in options.items() if name != "sink"}
         try:

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 
 import kvkit
-from kvkit.cache import DynamicCache, PagedCache, QuantizedCache, QuantSpec, StaticCache
+from kvkit.cache import DynamicCache, PagedCache, QuantizedCache, StaticCache
 
 WINDOW, PAGE_SIZE, RECENT, SINK = 64, 16, 32, 4
 
@@ -23,10 +23,11 @@ class Kind:
 
 def quantized(bits):
     """Return the kind whose old tokens are codes of so many bits."""
-    spec = QuantSpec(bits)
 
     def make(model, tokens, folder):
-        return QuantizedCache(model.num_layers, spec, spec, RECENT, SINK)
+        return QuantizedCache(
+            f"uint{bits}:channel/uint{bits}", num_layers=model.num_layers, residual_length=RECENT, sink=SINK
+        )
 
     return Kind(f"{bits}-bit codes, keys per channel; {SINK} first and {RECENT} recent tokens float16", make)
 

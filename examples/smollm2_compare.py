@@ -15,7 +15,7 @@ import numpy as np
 from rich.progress import track
 from smollm2_caches import KINDS, SINK, Kind, attention, nbytes
 
-from kvkit.cache import QuantizedCache, QuantSpec
+from kvkit.cache import QuantizedCache
 from kvkit_cli import show
 
 TEXT = Path(__file__).parent / "data" / "bread.txt"
@@ -24,8 +24,12 @@ PROMPT, ONE_BY_ONE, DRAFT = 96, 32, 8  # tokens: at first, fed alone to measure 
 
 def coded(bits, axis):
     """Return a kind of cache that codes all tokens but the first, as soon as their group is full."""
-    key, value = QuantSpec(bits, axis=axis), QuantSpec(bits)
-    return Kind("", lambda model, tokens, folder: QuantizedCache(model.num_layers, key, value, 0, SINK))
+    keys = f"uint{bits}:channel" if axis == "channel" else f"uint{bits}"
+
+    def make(model, tokens, folder):
+        return QuantizedCache(f"{keys}/uint{bits}", num_layers=model.num_layers, residual_length=0, sink=SINK)
+
+    return Kind("", make)
 
 
 CODED = {

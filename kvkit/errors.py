@@ -74,6 +74,14 @@ def nearest(name: str, known: Iterable[str], count: int = 5) -> list[str]:
     return [originals[key] for key in dict.fromkeys(likely)][:count]
 
 
+def unknown_name(argument: str, kind: str, got: str, known: Iterable[str], name: str = "") -> KvkitError:
+    """Return the error for an unknown name, with three near ones, and with the command that prints all."""
+    near = nearest(name or got, known, 3)
+    wanted = f"one of those that `kvkit list {kind}` prints"
+    meant = f" (did you mean {' or '.join(near)}?)" if near else ""
+    return argument_error(argument, wanted, brief(repr(got)) + meant)
+
+
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Return ` (did you mean ...?)` for a name that is like a known one, or ''."""
     likely = nearest(name, known, 1)

@@ -9,16 +9,15 @@ import numpy as np
 from benchmarks.suites.measuring import Case, Work
 from benchmarks.suites.memory import plain_read, sets
 from benchmarks.suites.other_libraries import installed
-from kvkit.cache import DynamicCache, DynamicLayer, PagedCache, QuantizedCache, QuantSpec
+from kvkit.cache import DynamicCache, DynamicLayer, PagedCache, QuantizedCache
 
 HEADS, QUERY_HEADS, DIM, PAST, PAGE = 8, 32, 128, 8192, 128
 LAYERS = 16  # attended to one after the other, so that threads are awake, as in a model
-TOKENS_8, VALUES_4 = QuantSpec(8, "sym", "token", 32), QuantSpec(4, "asym", "token", 32)
 MAKERS = {  # number of layers -> a cache
     "float16": DynamicCache,
-    "int8": lambda layers: QuantizedCache(layers, TOKENS_8, TOKENS_8),
-    "int4, keys by channel": lambda layers: QuantizedCache(layers, QuantSpec(4), VALUES_4),
-    "int2, keys by channel": lambda layers: QuantizedCache(layers, QuantSpec(2), QuantSpec(2)),
+    "int8": lambda layers: QuantizedCache("int8:g32", num_layers=layers),
+    "int4, keys by channel": lambda layers: QuantizedCache("kivi4", num_layers=layers),
+    "int2, keys by channel": lambda layers: QuantizedCache("kivi2", num_layers=layers),
     "paged": lambda layers: PagedCache(PAST // PAGE + 8, PAGE, layers, HEADS, DIM, np.float16),
     "offloaded": DynamicCache,
 }

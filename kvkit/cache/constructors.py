@@ -10,8 +10,7 @@ from kvkit.cache.caches import Cache
 from kvkit.cache.layers.chunked import ChunkedLayer, StaticChunkedLayer
 from kvkit.cache.layers.dynamic import DynamicLayer, StaticLayer
 from kvkit.cache.layers.layer import Layer
-from kvkit.cache.layers.quant_spec import QuantSpec
-from kvkit.cache.layers.quantized import SPEC, QuantizedLayer
+from kvkit.cache.layers.quantized import QuantizedLayer, Side
 from kvkit.cache.layers.sliding import SlidingWindowLayer, StaticSlidingWindowLayer
 from kvkit.cache.layers.state import StateLayer
 from kvkit.checks.values import integer
@@ -156,10 +155,12 @@ class QuantizedCache(Cache):
 
     Parameters
     ----------
-    num_layers : int, optional
-        The number of layers; if None, each is made when it is first used.
+    format : str
+        The format of codes, such as ``"int4:g32"``, ``"kivi2"`` or ``"fp8"``; see `QuantSpec`.
     key, value, residual_length, sink
         As in `QuantizedLayer`.
+    num_layers : int, optional
+        The number of layers; if None, each is made when it is first used.
     read_back : bool
         True: a step attends to the codes of its own tokens, which measures the error of a format. False: it
         attends to its own tokens unquantized, so that one step over a whole prompt has no error.
@@ -169,8 +170,8 @@ class QuantizedCache(Cache):
     Examples
     --------
     >>> import numpy as np
-    >>> from kvkit.cache import QuantizedCache, QuantSpec
-    >>> cache = QuantizedCache(key=QuantSpec(bits=2), value=QuantSpec(bits=2), residual_length=16)
+    >>> from kvkit.cache import QuantizedCache
+    >>> cache = QuantizedCache("kivi2", residual_length=16)
     >>> tokens = np.ones((1, 4, 1024, 64), np.float16)
     >>> keys, values = cache.update(tokens, tokens, layer_idx=0)
     >>> cache.layers[0].release_undo()                # frees what its undo needs
@@ -180,19 +181,26 @@ class QuantizedCache(Cache):
 
     def __init__(
         self,
+        format: str = "kivi4",
+        *,
+        key: Side = None,
+        value: Side = None,
         num_layers: int | None = None,
-        key: QuantSpec = SPEC,
-        value: QuantSpec = SPEC,
         residual_length: int = 128,
         sink: int = 4,
         layer_types: Sequence[str] | None = None,
         window: int | None = None,
-        *,
         read_back: bool = False,
         offload: FilePath | None = None,
         rope: Any = None,
     ) -> None:
-        full = functools.partial(QuantizedLayer, key, value, residual_length, sink, read_back)
+        if not isinstance(format, str):
+            hint = f" (a number of layers is num_layers={format})" if type(format) is int else ""
+            raise argument_error("format", "a format such as 'int4:g32' or 'kivi4'", describe(format) + hint)
+        full = functools.partial(
+            QuantizedLayer, format, key=key, value=value, residual_length=residual_length, sink=sink,
+            read_back=read_back,
+        )  # fmt: skip
         kind, layers = layer_makers(num_layers, layer_types, window, full)
         full()  # raises now if an argument is wrong
         self._make_layer = kind if num_layers is None else None

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.errors import argument_error, brief, suggestion
+from kvkit.errors import argument_error, brief, unknown_name
 from kvkit.formats.elements import (
     BY_DTYPE,
     BY_NAME,
@@ -163,7 +163,7 @@ def ggml(
 ALL = (
     # Floats of 8 bits, with the caller's scale or 1: every engine's default.
     *(
-        Format(code.name, code, "given", per="", options=("gN", "tensor", "head", "token", "group"))
+        Format(code.name, code, "given", per="", options=("gN", "tensor", "head", "token", "group", *CELLS))
         for code in (E4M3, E5M2)
     ),
     # kvkit's own codes, as the PMX operators (int8, int4) and quantized caches store them.
@@ -290,11 +290,11 @@ def named(format: str | Format, **options: Any) -> Format:
         base = format
     else:
         name, *words = str(format).split(":")
+        name = ALIASES.get(name, name)
         if name in UNKNOWN:
             raise argument_error("format", "a format whose bytes kvkit knows", f"{name}: {UNKNOWN[name]}")
         if name not in NAMED:
-            meant = suggestion(name, NAMED)
-            raise argument_error("format", f"one of {', '.join(NAMED)}", brief(repr(format)) + meant)
+            raise unknown_name("format", "formats", str(format), NAMED, name)
         base = NAMED[name]
     requested: list[tuple[str | None, str]] = [(None, word) for word in words]  # (field of a keyword, word)
     for key, value in options.items():
@@ -310,6 +310,8 @@ def named(format: str | Format, **options: Any) -> Format:
             wanted = f"options among {', '.join(base.options)}" if base.options else "no options"
             raise argument_error("format", f"{wanted}, for {base}", brief(repr(word)))
         fields[field] = value
+    if base.rule == "given" and not base.per and "group" in fields:
+        fields.setdefault("per", "group")
     return replace(base, name=":".join((base.name, *words)), **fields)
 
 

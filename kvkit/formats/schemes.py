@@ -189,6 +189,6 @@ def formats_named(text: str) -> tuple[Format, Format]:
 def cache_format(text: str) -> Format:
     """Return a format by its name. Scales of kvkit's own codes are float16, as in its caches."""
     format = named(text)
-    kvkits_own = format.source == "kvkit" and format.rule in ("pmx", "kvkit_minimum")
+    kvkits_own = format.source == "kvkit" and format.rule in ("pmx", "kvkit_minimum", "given") and format.per
     names_scale_type = "float" in text  # as "int8:float32" does
-    return named(format, cell=FLOAT16) if kvkits_own and not names_scale_type else format
+    return replace(format, cell=FLOAT16) if kvkits_own and not names_scale_type else format

@@ -20,7 +20,6 @@ from kvkit.cache import (
     LatentLayer,
     PagedCache,
     QuantizedLayer,
-    QuantSpec,
     SharedLayer,
     SlidingWindowLayer,
     StaticLayer,
@@ -31,7 +30,7 @@ HEADS, GROUP, DIM, VALUES, ROOM, WINDOW = 2, 2, 16, 12, 96, 9
 # Over a whole head, or a part: the other elements of a query are those of the present call too
 ROPES = Rope(16), Rope(8), Rope(6, begin=4), Rope(10, interleaved=True), "none"
 PLACES = Rope(4), "none"  # of the rotated part of a latent row
-CODES = QuantSpec(8, group=4), QuantSpec(8, group=4, axis="token")
+CODES = "uint8:g4:channel/uint8:g4"
 
 
 class Kind(NamedTuple):
@@ -59,7 +58,7 @@ KINDS = {
     "static": two(lambda: StaticLayer(ROOM)),
     "window": two(lambda: SlidingWindowLayer(WINDOW), window=WINDOW),
     "static window": two(lambda: StaticSlidingWindowLayer(ROOM, WINDOW), window=WINDOW),
-    "codes": two(lambda: QuantizedLayer(*CODES, 4, 2), coded=True),
+    "codes": two(lambda: QuantizedLayer(CODES, residual_length=4, sink=2), coded=True),
     "latent": two(lambda: LatentLayer(12, 4), latent=True),
     "indexed": two(lambda: IndexedLayer(LatentLayer(12, 4), 4), latent=True),
     "shared": Kind(lambda rope: Cache([DynamicLayer(), SharedLayer(of=0)], rope=rope)),

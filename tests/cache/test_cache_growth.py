@@ -152,10 +152,10 @@ def test_a_quantized_prompt_is_let_go_when_the_next_layer_is_updated():
             cache.attend(prompt[:, :, -2:], i)
         return cache
 
-    first_step(QuantizedCache(3, residual_length=16))  # compiles
+    first_step(QuantizedCache(num_layers=3, residual_length=16))  # compiles
     tracemalloc.start()
     try:
-        cache = first_step(QuantizedCache(3, residual_length=16))
+        cache = first_step(QuantizedCache(num_layers=3, residual_length=16))
         assert max(layer.nbytes for layer in cache.layers[:2]) < prompt.nbytes / 2
         assert allocated() < 5 * prompt.nbytes
         cache.layers[2].release_undo()

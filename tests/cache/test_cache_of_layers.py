@@ -184,7 +184,7 @@ def test_threads_lose_no_tokens(kind, of):
         "first use": DynamicCache,
         "sliding": lambda: DynamicCache(1, window=8),
         "static": lambda: Cache([StaticLayer(900)]),
-        "quantized": lambda: QuantizedCache(1, residual_length=8),
+        "quantized": lambda: QuantizedCache(num_layers=1, residual_length=8),
         "paged": lambda: PagedCache(128, 16, 1, 2, 32, np.float32),
     }[kind]()
 

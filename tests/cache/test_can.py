@@ -13,7 +13,6 @@ from kvkit.cache import (
     OutOfBlocksError,
     PagedCache,
     QuantizedLayer,
-    QuantSpec,
     SharedLayer,
     SlidingWindowLayer,
     StateLayer,
@@ -23,7 +22,7 @@ from kvkit.cache import (
 )
 
 ROPE = Rope(8)
-CODES = QuantSpec(8, group=4), QuantSpec(8, group=8, axis="token")
+CODES = "uint8:g4:channel/uint8:g8"
 KINDS = {
     "dynamic": DynamicLayer,
     "static": lambda: StaticLayer(40),
@@ -31,8 +30,8 @@ KINDS = {
     "static window": lambda: StaticSlidingWindowLayer(40, 6),
     "chunks": lambda: ChunkedLayer(6),
     "static chunks": lambda: StaticChunkedLayer(40, 6),
-    "codes": lambda: QuantizedLayer(*CODES, 4, 2),
-    "channels": lambda: QuantizedLayer(QuantSpec(4, group=4), QuantSpec(4, group=4), 4, 2),
+    "codes": lambda: QuantizedLayer(CODES, residual_length=4, sink=2),
+    "channels": lambda: QuantizedLayer("kivi4:g4", residual_length=4, sink=2),
     "latent": lambda: LatentLayer(8, 8),
     "indexed": lambda: IndexedLayer(LatentLayer(8, 8), 4),
     "state": lambda: StateLayer(checkpoint_every=3),

@@ -12,7 +12,6 @@ from kvkit.cache import (
     PagedCache,
     QuantizedCache,
     QuantizedLayer,
-    QuantSpec,
     SlidingWindowLayer,
     StaticLayer,
 )
@@ -145,8 +144,8 @@ def test_every_scorer_compresses(name):
 def test_codes_are_scored_decoded_and_move_as_bytes():
     """Arrays of a layer in memory shrink, too; scales that tokens share stay until the last one goes."""
     for by_token in True, False:
-        spec = QuantSpec(axis="token" if by_token else "channel", group=8)
-        cache = filled(QuantizedLayer(spec, residual_length=8), tokens=1000)
+        spec = "uint4:g8" if by_token else "uint4:g8:channel"
+        cache = filled(QuantizedLayer(key=spec, residual_length=8), tokens=1000)
         layer = cache.layers[0]
         cache.update(states(1), states(1), 0)
         layer.store.release_undo()
@@ -163,7 +162,7 @@ def test_codes_are_scored_decoded_and_move_as_bytes():
 
 def test_a_call_or_the_cache_says_how_keys_were_rotated():
     paged = PagedCache(20, 4, 1, 2, 8, np.float32)
-    caches = QuantizedCache(1, rope=ROPE), QuantizedCache(1), DynamicCache(1), paged
+    caches = QuantizedCache(num_layers=1, rope=ROPE), QuantizedCache(num_layers=1), DynamicCache(1), paged
     for cache, rope in zip(caches, (None, ROPE, [ROPE], [ROPE]), strict=True):
         cache.update(states(), states(), 0)
         target = cache.rows if cache is paged else cache

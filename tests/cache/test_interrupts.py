@@ -22,7 +22,7 @@ REFUSAL = "interrupted call"
 
 
 def mixed():
-    layers = DynamicLayer(), SlidingWindowLayer(40), QuantizedLayer(*CODES, 4, 2), StaticLayer(80)
+    layers = DynamicLayer(), SlidingWindowLayer(40), QuantizedLayer(CODES, residual_length=4), StaticLayer(80)
     return Cache([*layers, SharedLayer(0)], rope="none")
 
 

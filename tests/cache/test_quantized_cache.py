@@ -64,7 +64,9 @@ def room(tmp_path_factory):
 def test_any_history_is_that_of_plain_lists(room, history, window, read_back, mapped):
     """In memory or in files; between operations the layer is saved and loaded, or its folder opened again."""
     arguments = (KEY, VALUE, *window, read_back)
-    cache, model, batch = Cache([QuantizedLayer(*arguments)]), Model(*arguments), 2
+    residual, sink = window
+    layer = QuantizedLayer(key=KEY, value=VALUE, residual_length=residual, sink=sink, read_back=read_back)
+    cache, model, batch = Cache([layer]), Model(*arguments), 2
     if mapped:
         cache.offload(folder := room / str(next(NUMBERS)))
     (layer,) = cache.layers
@@ -124,8 +126,8 @@ def test_a_view_is_good_until_the_layer_changes():
 
 @pytest.mark.parametrize(("dtype", "param"), first_quick(PMX))
 def test_read_back_is_the_pmx_operator(dtype, param):
-    spec = QuantSpec(8, "sym", "token", 8, param)
-    layer = QuantizedLayer(spec, spec, residual_length=0, sink=0, read_back=True)
+    spec = QuantSpec(f"int8:g8:{param}")
+    layer = QuantizedLayer(key=spec, value=spec, residual_length=0, sink=0, read_back=True)
     tokens = states(20, dims=(16, 16), dtype=dtype)
     cache = np.zeros((2, 1, 2, 32, 2, 16), np.int8)
     scale = np.zeros((2, 1, 2, 32, 2, 2), param)
@@ -168,7 +170,9 @@ def test_the_tail_stays_small():
 
 def test_a_cache_of_quantized_and_sliding_layers():
     types = ["full_attention", "sliding_attention"]
-    cache = QuantizedCache(2, KEY, VALUE, 5, 2, layer_types=types, window=4)
+    cache = QuantizedCache(
+        num_layers=2, key=KEY, value=VALUE, residual_length=5, sink=2, layer_types=types, window=4
+    )
     assert [type(layer) for layer in cache.layers] == [QuantizedLayer, SlidingWindowLayer]
     tokens = states(20)
     for i in (0, 1):

@@ -75,12 +75,12 @@ def test_parts_of_every_length(dtype, dims, tokens):
 
 IN_PLACE = {  # of float32, with head sizes of whole vectors: codes are read where they lie
     "4 asym channel, 2 asym token": (OPTIONS["key"], OPTIONS["value"]),
-    "8 sym channel, 8 asym token": (QuantSpec(8, "sym", "channel", 32), QuantSpec(8, "asym", "token", 8)),
+    "8 sym channel, 8 asym token": (QuantSpec("int8:g32:channel"), QuantSpec("uint8:g8")),
     "2 asym token, 4 sym token": (
-        QuantSpec(2, "asym", "token", 32, "float32"),
-        QuantSpec(4, "sym", "token", 16, "float32"),
+        QuantSpec("uint2:g32:float32"),
+        QuantSpec("int4:g16:float32"),
     ),
-    "2 sym token, 4 asym channel": (QuantSpec(2, "sym", "token", 1), QuantSpec(4, "asym", "channel", 5)),
+    "2 sym token, 4 asym channel": (QuantSpec("int2:g1"), QuantSpec("uint4:g5:channel")),
 }
 
 
@@ -88,7 +88,7 @@ IN_PLACE = {  # of float32, with head sizes of whole vectors: codes are read whe
 def test_every_code_read_in_place(case):
     """1, 2, 4, 8 and more rows of queries; blocks cut short, sequences taken anew."""
     key, value = IN_PLACE[case]
-    layer, given = QuantizedLayer(key, value, residual_length=7, sink=3), states(333, dims=(96, 32))
+    layer, given = QuantizedLayer(key=key, value=value, residual_length=7, sink=3), states(333, dims=(96, 32))
     for end in (2, 9, 150, 151, 333):
         views = feed(layer, given, end)
         for heads in (2, 4, 8, 16, 20) if end > 9 else (4,):
@@ -186,8 +186,8 @@ def test_threads_give_the_same_bytes(tokens):
 @pytest.mark.parametrize("read_back", [False, True])
 def test_what_a_step_sees_of_its_own_tokens(read_back):
     """Measured the obvious way codes seem to lose nothing, unless they are read back."""
-    rng, spec = np.random.default_rng(3), QuantSpec(bits=2)
-    cache = QuantizedCache(2, key=spec, value=spec, residual_length=16, read_back=read_back)
+    rng, spec = np.random.default_rng(3), QuantSpec("kivi2")
+    cache = QuantizedCache(num_layers=2, key=spec, value=spec, residual_length=16, read_back=read_back)
     keys, values, query = rng.standard_normal((3, 1, 2, 256, 64)).astype(np.float32)
     exact = attended(query, keys, values)[0]
     for i in range(2):

@@ -18,14 +18,14 @@ from kvkit.cpu.launches import address, start
 from kvkit.formats import BY_DTYPE
 
 CASES = {  # dtype, spec, head size: whole panels of 16 and not, groups smaller and larger than a panel
-    "float32 4 bits asym channel": ("float32", QuantSpec(4, "asym", "channel", 4, "float16"), 34),
-    "float16 2 bits asym token": ("float16", QuantSpec(2, "asym", "token", 32, "float16"), 64),
-    "float32 8 bits sym token": ("float32", QuantSpec(8, "sym", "token", 8, "float16"), 40),
-    "float16 4 bits sym token": ("float16", QuantSpec(4, "sym", "token", 16, "float32"), 48),
-    "bfloat16 2 bits sym channel": ("bfloat16", QuantSpec(2, "sym", "channel", 5, "float16"), 20),
-    "bfloat16 8 bits asym token": ("bfloat16", QuantSpec(8, "asym", "token", 2, "float32"), 18),
-    "float16 8 bits asym channel": ("float16", QuantSpec(8, "asym", "channel", 1, "float32"), 16),
-    "float32 2 bits asym token of 3": ("float32", QuantSpec(2, "asym", "token", 3, "float32"), 12),
+    "float32 4 bits asym channel": ("float32", QuantSpec("uint4:g4:channel"), 34),
+    "float16 2 bits asym token": ("float16", QuantSpec("uint2:g32"), 64),
+    "float32 8 bits sym token": ("float32", QuantSpec("int8:g8"), 40),
+    "float16 4 bits sym token": ("float16", QuantSpec("int4:g16:float32"), 48),
+    "bfloat16 2 bits sym channel": ("bfloat16", QuantSpec("int2:g5:channel"), 20),
+    "bfloat16 8 bits asym token": ("bfloat16", QuantSpec("uint8:g2:float32"), 18),
+    "float16 8 bits asym channel": ("float16", QuantSpec("uint8:g1:channel:float32"), 16),
+    "float32 2 bits asym token of 3": ("float32", QuantSpec("uint2:g3:float32"), 12),
 }
 
 
@@ -43,7 +43,7 @@ def numbers(rng, shape, dtype):
 
 
 def layer_of(spec, **options):
-    return QuantizedLayer(spec, spec, **{"residual_length": 0, "sink": 0, **options})
+    return QuantizedLayer(key=spec, value=spec, **{"residual_length": 0, "sink": 0, **options})
 
 
 def coded_row(spec, row, dtype=np.float32):
@@ -56,11 +56,12 @@ def coded_row(spec, row, dtype=np.float32):
 
 @pytest.mark.parametrize("case", first_quick(CASES, 2))
 def test_every_bit_of_codes_and_parameters(case):
-    dtype, spec, dim = CASES[case]
+    dtype, given, dim = CASES[case]
+    spec = given.of_side(False)
     rng = np.random.default_rng(list(CASES).index(case))
     size = spec.group if spec.axis == "channel" else 1
     x = numbers(rng, (2, 3, 6 * size, dim), dtype)
-    layer = layer_of(spec)
+    layer = layer_of(given)
     layer.update(x, x)
     truth = reference.Side(spec, spec.axis, 0, 0)
     truth.update(x)
@@ -76,7 +77,8 @@ def test_every_bit_of_codes_and_parameters(case):
 
 @pytest.mark.parametrize("case", first_quick(CASES, 2))
 def test_vectors_are_their_plain_siblings(case):
-    dtype, spec, dim = CASES[case]
+    dtype, given, dim = CASES[case]
+    spec = given.of_side(False)
     side = CodedSide("key", spec, (1, 1, 0, dim), np.dtype(dtype), 0, 0)
     form, size = side.format, side.block_size
     x = numbers(np.random.default_rng(7), (4 * size, dim), dtype)
@@ -104,12 +106,12 @@ def test_vectors_are_their_plain_siblings(case):
 
 
 VECTORS = [  # the spec, a row of one group, its codes, the scale and the minimum, what comes back
-    (QuantSpec(8, "sym", "token", 8), (127, -127, 0.5, 1.5, 2.5, -0.5, 0, 3),
+    (QuantSpec("int8:g8"), (127, -127, 0.5, 1.5, 2.5, -0.5, 0, 3),
      [127, 129, 0, 2, 2, 0, 0, 3], [1], [127, -127, 0, 2, 2, 0, 0, 3]),
-    (QuantSpec(4, "sym", "token", 4), (1, -1, 7, 0), [0xF1, 0x07], [1], [1, -1, 7, 0]),
-    (QuantSpec(2, "asym", "token", 4, "float32"), (-1, 0, 1, 2), [0xE4], [1, -1], [-1, 0, 1, 2]),
-    (QuantSpec(2, "asym", "token", 4, "float32"), (0, 0.5, 1.5, 3), [0b11_10_00_00], [1, 0], [0, 0, 2, 3]),
-    *((QuantSpec(bits, "asym", "token", 4, "float32"), [1.25] * 4, [0] * (bits // 2),
+    (QuantSpec("int4:g4"), (1, -1, 7, 0), [0xF1, 0x07], [1], [1, -1, 7, 0]),
+    (QuantSpec("uint2:g4:float32"), (-1, 0, 1, 2), [0xE4], [1, -1], [-1, 0, 1, 2]),
+    (QuantSpec("uint2:g4:float32"), (0, 0.5, 1.5, 3), [0b11_10_00_00], [1, 0], [0, 0, 2, 3]),
+    *((QuantSpec(f"uint{bits}:g4:float32"), [1.25] * 4, [0] * (bits // 2),
        [np.float32(1e-5), 1.25], [1.25] * 4) for bits in (4, 8, 2)),
 ]  # fmt: skip
 
@@ -122,21 +124,22 @@ def test_vectors(spec, row, codes, cells, keys):
 
 @pytest.mark.parametrize(("dtype", "param"), first_quick(PMX))
 def test_vector_zero_group(dtype, param):
-    found, cells, keys = coded_row(QuantSpec(8, "sym", "token", 8, param), [0] * 8, dtype)
+    found, cells, keys = coded_row(QuantSpec(f"int8:g8:{param}"), [0] * 8, dtype)
     assert not found.any()
     assert not keys.any()
     assert cells.tolist() == [np.float32(1e-5).astype(dtype).astype(param)]
 
 
 def test_bytes_of_a_token():
-    keys, values = QuantSpec(4, group=32, axis="channel"), QuantSpec(4, group=64, axis="token")
+    keys, values = QuantSpec("uint4:g32:channel"), QuantSpec("uint4:g64")
     assert (keys.bytes_per_token(64), values.bytes_per_token(64)) == (40, 36)
-    assert QuantSpec().bytes_per_token(16) == ((8 + 2) + (8 + 4)) / 2  # a group of a token has 16 elements
+    # A group of a token has 16 elements.
+    assert QuantSpec("kivi4").bytes_per_token(16) == ((8 + 2) + (8 + 4)) / 2
     cache, tokens = QuantizedCache(residual_length=0, sink=0), np.ones((1, 1, 64, 16), np.float16)
     for i in range(2):
         cache.update(tokens, tokens, i)
         cache.layers[i].store.release_undo()
-    assert cache.nbytes == 2 * 64 * 2 * QuantSpec().bytes_per_token(16)
+    assert cache.nbytes == 2 * 64 * 2 * QuantSpec("kivi4").bytes_per_token(16)
     layer = QuantizedLayer(**OPTIONS | {"residual_length": 0, "sink": 0})
     layer.update(*states(64))
     layer.store.release_undo()
@@ -145,6 +148,6 @@ def test_bytes_of_a_token():
 
 @given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=4, max_size=4), st.sampled_from([8, 4, 2]))
 def test_errors_are_at_most_half_a_step(row, bits):
-    _, (scale, low), keys = coded_row(QuantSpec(bits, "asym", "token", 4, "float32"), row)
+    _, (scale, low), keys = coded_row(QuantSpec(f"uint{bits}:g4:float32"), row)
     assert low == min(np.float32(row))
     assert np.all(abs(keys - np.float32(row)) <= scale * 0.5001 + 1e-6 * abs(np.float32(row)).max())

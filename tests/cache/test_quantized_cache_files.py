@@ -58,7 +58,7 @@ def test_a_prompt_that_was_just_updated(path, case):
 def test_groups_by_default(path, dim, group):
     """Of any usual head size; those that are given have to divide it."""
     x = states(200, dims=(dim, dim))
-    for cache in QuantizedCache(1), QuantizedCache(1, QuantSpec(bits=4), QuantSpec(bits=4)):
+    for cache in QuantizedCache(num_layers=1), QuantizedCache("kivi4", num_layers=1):
         cache.update(*x, 0)
         cache.save(path)
         again = load(path).layers[0]
@@ -66,7 +66,7 @@ def test_groups_by_default(path, dim, group):
         assert [spec.group for spec in again.specs] == [32, group]
     if dim % 64:
         with pytest.raises(KvkitError, match=r"^value: expected a head size that groups of 64 divide"):
-            QuantizedLayer(value=QuantSpec(group=64)).update(*x)
+            QuantizedLayer(value=QuantSpec("kivi4:g64")).update(*x)
 
 
 def test_a_file_is_as_small_as_the_codes(path):

@@ -18,7 +18,6 @@ from kvkit.cache import (
     DynamicLayer,
     PagedCache,
     QuantizedLayer,
-    QuantSpec,
     SlidingWindowLayer,
     StaticCache,
     StaticSlidingWindowLayer,
@@ -182,14 +181,12 @@ def test_whole_blocks_removed_leave_the_bits_of_a_mask(new, begin, end):
 
 def layers():
     """Return layers of 40 tokens by kind."""
-    token = QuantSpec(4, group=8, axis="token")
+    token = "uint4:g8"
     return {
         "dynamic": DynamicLayer(),
-        "keys by channel": QuantizedLayer(QuantSpec(4, group=4), token, 5, 3),
-        "values by channel": QuantizedLayer(token, QuantSpec(2, group=8, axis="channel"), 5, 3),
-        "blocks, rotated": QuantizedLayer(
-            *[QuantSpec(format="e4m3", group=8, rotation="hadamard")] * 2, residual_length=4
-        ),
+        "keys by channel": QuantizedLayer(key="kivi4:g4", value=token, residual_length=5, sink=3),
+        "values by channel": QuantizedLayer(key=token, value="uint2:g8:channel", residual_length=5, sink=3),
+        "blocks, rotated": QuantizedLayer("e4m3:g8+hadamard", residual_length=4),
         "window": SlidingWindowLayer(12),
         "static window": StaticSlidingWindowLayer(64, 12),
     }
@@ -270,15 +267,15 @@ KINDS = {
     "sliding": lambda: Cache([SlidingWindowLayer(6)], rope=ROPE),
     "static sliding": lambda: Cache([StaticSlidingWindowLayer(9, 6)], rope=ROPE),
     "chunked": lambda: Cache([ChunkedLayer(6)], rope=ROPE),
-    "quantized": lambda: Cache([QuantizedLayer(*CODES, 4, 2)], rope=ROPE),
-    "mixed": lambda: Cache([DynamicLayer(), SlidingWindowLayer(12), QuantizedLayer(*CODES, 4, 2)], rope=ROPE),
-    "by channel": lambda: Cache(
-        [QuantizedLayer(*[QuantSpec(8, group=4, axis="channel")] * 2, 4, 2)], rope=ROPE
+    "quantized": lambda: Cache([QuantizedLayer(CODES, residual_length=4, sink=2)], rope=ROPE),
+    "mixed": lambda: Cache(
+        [DynamicLayer(), SlidingWindowLayer(12), QuantizedLayer(CODES, residual_length=4)], rope=ROPE
     ),
-    "rotated": lambda: Cache([QuantizedLayer(*[TURNED] * 2, 4, 2)], rope=ROPE),
+    "by channel": lambda: Cache([QuantizedLayer("uint8:g4:channel", residual_length=4, sink=2)], rope=ROPE),
+    "rotated": lambda: Cache([QuantizedLayer(TURNED, residual_length=4, sink=2)], rope=ROPE),
 }
-TURNED = QuantSpec(format="e4m3", group=8, rotation="hadamard")
-CODES = QuantSpec(8, group=4), QuantSpec(8, group=8)
+TURNED = "e4m3:g8+hadamard"
+CODES = "uint8:g4:channel/uint8:g8"
 
 
 @pytest.fixture(scope="module")

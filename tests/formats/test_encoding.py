@@ -303,8 +303,8 @@ def test_attention_over(rng, name):
         f"{name}:float16" if NAMED[name].rule in ("pmx", "kvkit_minimum") else name
     )  # as caches have their own
     keys, values = (decode(encode(side, told, scale=scale), name) for side in sides)
-    spec = QuantSpec(format=name, group=TOKENS, scale=scale)
-    cache = QuantizedCache(1, spec, spec, residual_length=0, sink=0, read_back=True)
+    spec = QuantSpec(name, scale=scale)
+    cache = QuantizedCache(num_layers=1, key=spec, value=spec, residual_length=0, sink=0, read_back=True)
     cache.update(*sides.swapaxes(1, 2)[:, None], 0)
     query = rng.standard_normal((1, HEADS, 1, dim)).astype(np.float32)
     got, expected = cache.attend(query, 0)[0, :, 0], attend_sequence(query[0].swapaxes(0, 1), keys, values)[0]

@@ -20,24 +20,24 @@ from language_model import (
     without_cache,
 )
 
-from kvkit.cache import DynamicCache, QuantizedCache, QuantSpec
+from kvkit.cache import DynamicCache, QuantizedCache
 
 pytestmark = pytest.mark.model
 
 
 def symmetric(bits):
-    return {"key": QuantSpec(bits, "sym", "token", 8), "value": QuantSpec(bits, "sym", "token", 8)}
+    return {"format": f"int{bits}:g8"}
 
 
 def asymmetric(bits, axis, group):
-    return {"key": QuantSpec(bits, "asym", axis, group), "value": QuantSpec(bits, "asym", "token", 64)}
+    return {"format": f"uint{bits}:g{group}{axis}/uint{bits}:g64"}
 
 
 CODES = {
     "8 bits, symmetric": symmetric(8),
     "4 bits, symmetric": symmetric(4),
-    "4 bits, keys per token": asymmetric(4, "token", 64),
-    "4 bits, keys per channel": asymmetric(4, "channel", 8),
+    "4 bits, keys per token": asymmetric(4, "", 64),
+    "4 bits, keys per channel": asymmetric(4, ":channel", 8),
 }
 
 
@@ -49,13 +49,13 @@ def test_codes_answer(specs, dtype):
     assert tokens == ANSWER
 
 
-@pytest.mark.parametrize(("axis", "group", "same"), [("token", 64, 3), ("channel", 8, 7)])
+@pytest.mark.parametrize(("axis", "group", "same"), [("", 64, 3), (":channel", 8, 7)])
 def test_two_bits(axis, group, same):
     """Keys of few bits survive per channel, not per token."""
     cache = QuantizedCache(**asymmetric(2, axis, group), residual_length=4, sink=4)
     tokens, _ = decode(cache, PROMPT, len(ANSWER))
     assert tokens[:same] == ANSWER[:same]
-    if axis == "token":
+    if not axis:
         assert tokens[same] != ANSWER[same]
 
 
@@ -77,20 +77,20 @@ def exact():
 
 def coded(bits, axis):
     """Return a cache that keeps no recent tokens, but for a group that is not full."""
-    return QuantizedCache(key=QuantSpec(bits, axis=axis), value=QuantSpec(bits), residual_length=0)
+    return QuantizedCache(f"uint{bits}{axis}/uint{bits}", residual_length=0)
 
 
 @pytest.mark.parametrize(("bits", "agreement", "worse"), [(8, 0.97, 1.01), (4, 0.95, 1.02), (2, 0.7, 1.25)])
 def test_keys_per_channel_keep_what_the_model_expects(exact, bits, agreement, worse):
     """So often at least the same token is the likeliest, and the perplexity is at most that much worse."""
-    best, perplexity = read(coded(bits, "channel"))
+    best, perplexity = read(coded(bits, ":channel"))
     assert (best == exact[0]).mean() >= agreement
     assert perplexity <= worse * exact[1]
 
 
 @pytest.mark.parametrize(("bits", "agreement", "worse"), [(4, 0.95, 1.02), (2, 0.7, 2)])
 def test_keys_per_token_lose_it(exact, bits, agreement, worse):
-    best, perplexity = read(coded(bits, "token"))
+    best, perplexity = read(coded(bits, ""))
     assert (best == exact[0]).mean() < agreement
     assert perplexity > worse * exact[1]
 

@@ -20,16 +20,15 @@ from transformers_scenes import MODELS, SIZES, expected, generated, logits, mode
 
 import kvkit.cache
 from examples import run_examples
-from kvkit.cache import QuantSpec
 from kvkit.cache.stores import allocation
 from kvkit.integrations.transformers import KvkitCache, masks, pending
 from kvkit.integrations.transformers.attention import attention_forward
 
 pytestmark = pytest.mark.transformers
 
-UNCODED = {"residual_length": 64, "value": QuantSpec(group=16)}  # a window that holds all
+UNCODED = {"residual_length": 64, "format": "kivi4:g16"}  # a window that holds all
 CODED = {
-    "key": QuantSpec(bits=8, group=4), "value": QuantSpec(bits=8, group=8), "residual_length": 2, "sink": 1,
+    "format": "uint8:g4:channel/uint8:g8", "residual_length": 2, "sink": 1,
 }  # fmt: skip
 KINDS = {
     "dynamic": ("dynamic", {}),
@@ -235,15 +234,13 @@ def test_codes_are_what_attention_reads(name):
     assert (ours - theirs).abs().max() < 0.02 * (theirs - exact).abs().max()
 
 
-@pytest.mark.parametrize(("format", "group"), [("e4m3", 8), ("e5m2", 8), ("q8_0", 32)])
-def test_formats_are_attended_to_as_what_they_stand_for(format, group):
+@pytest.mark.parametrize("format", ["e4m3:g8", "e5m2:g8", "q8_0"])
+def test_formats_are_attended_to_as_what_they_stand_for(format):
     """Where they lie, and as arrays of floats: the same but for rounding. Nothing is padded, as above."""
     torch.manual_seed(5)
     net = LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=32)).eval()
-    inputs, spec = prompt(9, 9), QuantSpec(format=format, group=group)
-    caches = [
-        KvkitCache(net.config, "quantized", key=spec, value=spec, residual_length=2, sink=1) for _ in range(2)
-    ]
+    inputs = prompt(9, 9)
+    caches = [KvkitCache(net.config, "quantized", format=format, residual_length=2, sink=1) for _ in range(2)]
     token = {"input_ids": torch.tensor([[7], [8]]), "attention_mask": torch.ones(2, 10, dtype=torch.long)}
     found = []
     for attention, cache in zip(ATTENTIONS, caches, strict=True):
@@ -260,7 +257,7 @@ def test_formats_are_attended_to_as_what_they_stand_for(format, group):
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_codes_of_a_prompt_that_is_read_back(attention, read_back):
     net, inputs = model("llama"), prompt(12, 12)
-    coarse = {"key": QuantSpec(bits=2, group=4), "value": QuantSpec(bits=2, group=8), "residual_length": 2}
+    coarse = {"format": "kivi2:g4/kivi2:g8", "residual_length": 2}
     cache = KvkitCache(net.config, "quantized", **coarse, read_back=read_back)
     error = (logits(net, attention, inputs, cache) - logits(net, "eager", inputs)).abs().max()
     assert error > 0.1 if read_back else error < 2e-4

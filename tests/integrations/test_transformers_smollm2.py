@@ -7,7 +7,6 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers_scenes import generated
 
-from kvkit.cache import QuantSpec
 from kvkit.integrations.transformers import KvkitCache
 
 pytestmark = pytest.mark.transformers
@@ -16,8 +15,8 @@ pytestmark = pytest.mark.transformers
 QUESTION = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
 ANSWER = [504, 3575, 282, 4649, 314, 7042, 30, 2]
 
-BITS8 = {"key": QuantSpec(8, "sym", "token", 8), "value": QuantSpec(8, "sym", "token", 8)}
-BITS4 = {"key": QuantSpec(4, "asym", "channel", 8), "value": QuantSpec(4, "asym", "token", 64)}
+BITS8 = {"format": "int8:g8"}
+BITS4 = {"format": "uint4:g8:channel/uint4:g64"}
 ALL_CODES = {"residual_length": 0, "sink": 0}
 KINDS = {
     "dynamic": ("dynamic", {}),

@@ -76,6 +76,7 @@ class Side:
     """Keys or values, one token after the other; everything [B, H, D] a token."""
 
     def __init__(self, spec, axis, sink, residual, read_back=False):
+        spec = spec.of_side(axis == "token") if hasattr(spec, "of_side") else spec
         self.spec, self.axis, self.sink, self.residual = spec, axis, sink, residual
         self.read_back, self.recording = read_back, False
         self.tokens, self.numbers, self.bytes = [], {}, {}  # originals; of coded positions

@@ -11,7 +11,6 @@ from kvkit.cache import (
     LatentLayer,
     PagedCache,
     QuantizedLayer,
-    QuantSpec,
     SharedLayer,
     SlidingWindowLayer,
     StateLayer,
@@ -21,9 +20,9 @@ from kvkit.cache import (
 )
 
 HEADS, DIM = 2, 16
-CODES = QuantSpec(8, group=4), QuantSpec(4, group=8)
-BY_CHANNEL = QuantSpec(4, group=4, axis="channel")
-TURNED = QuantSpec(format="e4m3", group=8, rotation="hadamard")
+CODES = "uint8:g4:channel/uint4:g8"
+BY_CHANNEL = "uint4:g4:channel/uint4:g8"
+TURNED = "e4m3:g8+hadamard"
 
 
 def tokens(count, seed=0, heads=HEADS, dim=DIM, batch=2):
@@ -48,9 +47,9 @@ KINDS = {
     "static": lambda: Cache([StaticLayer(80)], rope="none"),
     "static sliding": lambda: Cache([StaticSlidingWindowLayer(80, 6)], rope="none"),
     "static chunked": lambda: Cache([StaticChunkedLayer(80, 6)], rope="none"),
-    "quantized": lambda: Cache([QuantizedLayer(*CODES, 4, 2)], rope="none"),
-    "by channel": lambda: Cache([QuantizedLayer(BY_CHANNEL, CODES[1], 4, 2)], rope="none"),
-    "rotated": lambda: Cache([QuantizedLayer(TURNED, TURNED, 4, 2)], rope="none"),
+    "quantized": lambda: Cache([QuantizedLayer(CODES, residual_length=4, sink=2)], rope="none"),
+    "by channel": lambda: Cache([QuantizedLayer(BY_CHANNEL, residual_length=4, sink=2)], rope="none"),
+    "rotated": lambda: Cache([QuantizedLayer(TURNED, residual_length=4, sink=2)], rope="none"),
     "shared": lambda: Cache([DynamicLayer(), SharedLayer(0)], rope="none"),
     "ragged": ragged,
     "paged": paged,

@@ -7,7 +7,7 @@ import numpy as np
 
 from kvkit.cache.layers.quant_spec import QuantSpec
 
-KEY, VALUE = QuantSpec(4, "asym", "channel", 4), QuantSpec(2, "asym", "token", 8)
+KEY, VALUE = QuantSpec("uint4:g4:channel"), QuantSpec("uint2:g8")
 PMX = ("float32", "float16"), ("float16", "float16"), ("bfloat16", "float32")  # of data, of scales
 OPTIONS = {"key": KEY, "value": VALUE, "residual_length": 5, "sink": 2}
 

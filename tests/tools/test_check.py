@@ -397,7 +397,7 @@ def test_a_report(tmp_path):
 
 def test_saved_layers(tmp_path):
     """A group whose scale is beyond float16 is found in a file; a file without any input is not passed."""
-    cache, states = QuantizedCache(1, residual_length=16), np.ones((1, 2, 100, 32), np.float32)
+    cache, states = QuantizedCache(num_layers=1, residual_length=16), np.ones((1, 2, 100, 32), np.float32)
     states[0, 1, 40, 3] = 1e9
     cache.update(states, states, 0)
     cache.save(tmp_path / "cache.npz")

@@ -6,7 +6,7 @@ import pytest
 import safetensors.numpy
 
 from kvkit import files, formats, tools
-from kvkit.cache import DynamicCache, PagedCache, QuantizedCache, QuantSpec
+from kvkit.cache import DynamicCache, PagedCache, QuantizedCache
 from kvkit.errors import KvkitError
 from kvkit.tools.readers import open_cache
 
@@ -15,8 +15,8 @@ pytestmark = pytest.mark.cpu
 LAYERS, BATCH, HEADS, TOKENS, DIM = 2, 2, 3, 40, 64
 
 
-def quantized(**spec):
-    return QuantizedCache(LAYERS, *2 * [QuantSpec(**spec)], residual_length=8, sink=2)
+def quantized(format):
+    return QuantizedCache(format, num_layers=LAYERS, residual_length=8, sink=2)
 
 
 def paged(**options):
@@ -26,7 +26,7 @@ def paged(**options):
 @pytest.mark.parametrize(
     ("cache", "format"),
     [
-        (DynamicCache(), None), (quantized(bits=8), "uint8"), (quantized(format="q8_0"), "q8_0"),
+        (DynamicCache(), None), (quantized("uint8"), "uint8"), (quantized("q8_0"), "q8_0"),
         (paged(), None), (paged(quant_bit=8), "int8:g8"), (paged(quant_bit=4, quant_group=32), "int4:g32"),
         (paged(quant_format="e4m3", scale=[0.01, 0.02]), "e4m3"), (paged(quant_format="q8_0"), "q8_0"),
     ],

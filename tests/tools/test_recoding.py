@@ -8,7 +8,7 @@ import pytest
 from folder_scenes import full_disk
 
 from kvkit import KvkitError, files, formats, tools
-from kvkit.cache import PagedCache, QuantizedCache, QuantSpec
+from kvkit.cache import PagedCache, QuantizedCache
 from kvkit.formats.schemes import cache_format
 from kvkit.tools import convert, recoding
 from kvkit.tools.readers import open_cache
@@ -110,8 +110,7 @@ def test_sequences_of_tables(cache, tmp_path):
 
 @pytest.mark.parametrize("kind", ["quantized", "paged"])
 def test_saved_caches(cache, kind, tmp_path):
-    spec = QuantSpec(format="e4m3", group=D)
-    held = QuantizedCache(LAYERS, spec, spec, 8, 2, read_back=True)
+    held = QuantizedCache(f"e4m3:g{D}", num_layers=LAYERS, residual_length=8, sink=2, read_back=True)
     if kind == "paged":
         held = PagedCache(8, 16, LAYERS, HEADS, D, np.float32, quant_format="q8_0")
     for i, layer in enumerate(cache):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvkit import KvkitError, Rope
-from kvkit.cache import QuantizedCache, QuantSpec
+from kvkit.cache import QuantizedCache
 from kvkit.models.known import known_models
 from kvkit.tools import size
 from kvkit.tools.quantities import parse_bytes
@@ -254,13 +254,10 @@ def test_names_of_models_are_read_as_people_write_them(tmp_path, monkeypatch):
     assert size("llama-3.1-8b").num_layers == 1
 
 
-STORED = {  # {format: (keys, values) of a QuantizedCache}
-    "kivi4": (QuantSpec(4), QuantSpec(4)), "kivi2:g64": (QuantSpec(2, group=64), QuantSpec(2, group=64)),
-    "int8:g32": (QuantSpec(8, "sym", "token"),) * 2, "int4:g16": (QuantSpec(4, "sym", "token", 16),) * 2,
-    "uint4:g32": (QuantSpec(4, "asym", "token"),) * 2, "q8_0": (QuantSpec(format="q8_0"),) * 2,
-    "q8_0/q4_0": (QuantSpec(format="q8_0"), QuantSpec(format="q4_0")),
-    "e4m3": (QuantSpec(format="e4m3"),) * 2,
-}  # fmt: skip
+STORED = (
+    "kivi4", "kivi2:g64", "int8:g32", "int8", "int4:g16", "uint4:g32", "q8_0", "q8_0/q4_0", "fp8", "e4m3:g32",
+    "int4:g32+hadamard", "uint8:g16:channel/int4:float32",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STORED)
@@ -268,9 +265,10 @@ STORED = {  # {format: (keys, values) of a QuantizedCache}
 def test_a_quantized_cache_takes_so_much(name, residual, sink):
     """Sinks, recent tokens and windows are counted as the floats that they stay."""
     config = transformer(2, 2, 64, layer_types=["full_attention", "sliding_attention"], sliding_window=50)
-    key, value = STORED[name]
     for tokens in (1, 4, 60, 131, 300, 517):
-        cache = QuantizedCache(2, key, value, residual, sink, config["layer_types"], 50)
+        cache = QuantizedCache(
+            name, residual_length=residual, sink=sink, layer_types=config["layer_types"], window=50
+        )
         states = np.zeros((3, 2, tokens, 64), np.float16)
         for i in range(2):
             for part in (states[:, :, :-1], states[:, :, -1:]):
@@ -286,7 +284,9 @@ def test_a_quantized_cache_takes_so_much(name, residual, sink):
 def test_options_without_an_effect_are_refused():
     with pytest.raises(KvkitError, match="sink: expected None but for engine 'kvkit'"):
         size(GPT_OSS, sink=3)
-    with pytest.raises(KvkitError, match=r"formats: expected .* which caches store, got 'mxfp4'"):
+    with pytest.raises(
+        KvkitError, match=r"format: expected .* which attention reads in place .* got 'mxfp4'"
+    ):
         size(GPT_OSS, formats="mxfp4", engine="kvkit")
     with pytest.raises(KvkitError, match="formats: expected floats for layers of kind latent"):
         size(LATENT, formats="q8_0", engine="kvkit")

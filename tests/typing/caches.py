@@ -23,7 +23,7 @@ Floats = NDArray[np.float32]
 
 def caches(new: Floats, folder: Path) -> list[int]:
     tokens = new.swapaxes(1, 2)
-    spec = QuantSpec(bits=8, scheme="sym", group=8)
+    spec = QuantSpec("int8:g8")
     lengths: list[int] = []
     for cache in (DynamicCache(), StaticCache(8, num_layers=1), QuantizedCache(key=spec, value=spec)):
         keys, values = cache.update(tokens, tokens, layer_idx=0)

@@ -22,5 +22,5 @@ def wrong() -> None:
     kvkit.ascend.nd_to_nz(new[0, 0], out=(new,))  # type: ignore[arg-type]
     kvkit.cache.StaticCache(8)  # type: ignore[call-arg]
     kvkit.cache.DynamicCache(window="4")  # type: ignore[arg-type]
-    kvkit.cache.QuantSpec(bits=3)  # type: ignore[arg-type]
+    kvkit.cache.QuantSpec(3)  # type: ignore[arg-type]
     kvkit.cache.DynamicCache().attend([1.0], 0)  # type: ignore[arg-type]

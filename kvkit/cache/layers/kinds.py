@@ -8,7 +8,7 @@ from kvkit.cache.layers.dynamic import DynamicLayer, StaticLayer
 from kvkit.cache.layers.gated_delta import GatedDeltaLayer
 from kvkit.cache.layers.latent import IndexedLayer, LatentLayer
 from kvkit.cache.layers.positions import describe_rotation, restored_rotation
-from kvkit.cache.layers.quant_spec import QuantSpec
+from kvkit.cache.layers.quant_spec import CodeSpec
 from kvkit.cache.layers.quantized import QuantizedLayer
 from kvkit.cache.layers.shared import SharedLayer
 from kvkit.cache.layers.sliding import SlidingWindowLayer, StaticSlidingWindowLayer
@@ -51,7 +51,7 @@ def make_layer(about: Mapping[str, Any]) -> Any:
 
 
 def restored(argument: Any) -> Any:
-    """Return an argument of a layer from its description: a layer, a `QuantSpec`, or the value itself."""
+    """Return an argument of a layer from its description: a layer, a `CodeSpec`, or the value itself."""
     if not isinstance(argument, dict):
         return argument
-    return make_layer(argument) if "kind" in argument else QuantSpec(**argument)
+    return make_layer(argument) if "kind" in argument else CodeSpec(**argument)

@@ -1,127 +1,160 @@
-"""Define `QuantSpec`, which says how a quantized layer encodes keys or values."""
+"""Define `QuantSpec`, which says in which format a quantized layer stores keys or values."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any
 
-from kvkit.checks.values import choice, finite_number, integer
-from kvkit.errors import argument_error
+from kvkit.checks.values import finite_number, integer
+from kvkit.errors import argument_error, describe
 from kvkit.formats import rotation_named
-from kvkit.formats.elements import BY_NAME, STORED
+from kvkit.formats.elements import BY_NAME, FLOATS, STORED
 from kvkit.formats.known import ALIASES
+from kvkit.formats.schemes import formats_named
 
-AXES, SCHEMES, CELLS = ("token", "channel"), ("sym", "asym"), ("float16", "float32")
+RULES = {"pmx": "sym", "kvkit_minimum": "asym", "kivi": "asym"}  # {`Format.rule`: the scheme of codes}
+AXES = {"group": "token", "channel": "channel"}  # {`Format.per`: along which axis a group lies}
+CELLS = "float16", "float32"
+WANTED = (
+    f"int8, int4, int2, uint8, uint4, uint2 (:g32, :channel, :float32), kivi4, kivi2, {', '.join(STORED)} "
+    "(e4m3:g32), perhaps with +hadamard, which attention reads in place (`kvkit study` shows what other "
+    "formats do to a cache)"
+)
 
 
 @dataclass(frozen=True)
-class QuantSpec:
-    """Says how a quantized layer encodes keys or values.
+class CodeSpec:
+    """Says how codes of one side are stored; files of caches have these fields.
 
-    Parameters
-    ----------
-    bits : int
-        Bits of a code: 8, 4 or 2.
-    scheme : str
-        ``"sym"``: codes times a scale, as in PMX. ``"asym"``: codes from 0 times a scale, plus a minimum.
-    axis : str, optional
-        ``"token"``: a group is `group` neighbouring elements of a token; `group` must divide the head size,
-        except that 32, the default, stands for the greatest common divisor of 32 and the head size.
-        ``"channel"``: a group is one element of each of `group` consecutive tokens (KIVI). By default channel
-        for keys, whose outliers are in few channels, and token for values.
-    group : int
-        Elements that share a scale.
-    param_dtype : str
-        ``"float16"`` or ``"float32"``: the dtype of scales and minima. A scale is at least 1e-5, as in PMX:
-        numbers much smaller than that are lost. If a scale is beyond float16, its group is undefined.
-    format : str, optional
-        Replaces `bits` and `scheme`. ``"e4m3"`` (alias ``"fp8"``) or ``"e5m2"``: 8-bit floats times a scale,
-        which is the largest magnitude of `group` neighbouring elements divided by the largest code.
-        ``"q8_0"`` or ``"q4_0"``: ggml's blocks of 32 elements. Attention reads these in place.
-        ``kvkit study`` shows what any other format, or a scheme of your own, does to a cache.
-    scale : float or tuple of float, optional
-        A constant scale for e4m3 and e5m2, as engines use it: a number, or one for each head. Scales are then
-        neither computed nor stored.
-    rotation : str, optional
-        The rotation of rows before they are stored, which spreads outliers over all channels; queries and
-        outputs are rotated to match: ``"hadamard"``, ``"hadamard:64"`` (in blocks), ``"llama.cpp"`` or
-        ``"vllm"`` (see `kvkit.formats.rotate`). Unquantized tokens are also rotated, and rounded again.
-
-    Examples
-    --------
-    >>> from kvkit.cache import QuantSpec
-    >>> QuantSpec(bits=2, group=16).bytes_per_token(head_dim=64)
-    32.0
+    A group is `group` neighbouring elements of a token, or one element of `group` consecutive tokens. A group
+    of 32 along a token stands for the greatest common divisor of 32 and the head size. `format` is a name of
+    `STORED`, which replaces `bits` and `scheme`. `scale` is a constant, or one for each head.
     """
 
-    bits: Literal[8, 4, 2] = 4
-    scheme: Literal["sym", "asym"] = "asym"
-    axis: Literal["token", "channel"] | None = None
+    bits: int = 4
+    scheme: str = "asym"
+    axis: str = "token"
     group: int = 32
-    param_dtype: Literal["float16", "float32"] = "float16"
+    param_dtype: str = "float16"
     format: str | None = None
     rotation: str | None = None
     scale: float | tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        choice("bits", self.bits, (8, 4, 2))
-        integer("group", self.group, 1)
-        legal = ("scheme", SCHEMES), ("axis", (None, *AXES)), ("param_dtype", CELLS)
-        for name, words in legal:
-            if getattr(self, name) not in words:
-                raise argument_error(name, " or ".join(map(repr, words)), repr(getattr(self, name)))
-        if self.format is not None:
-            known = ALIASES.get(self.format, self.format) if isinstance(self.format, str) else None
-            if known not in STORED:
-                in_place = f"one of {', '.join(STORED)}, which attention reads in place, or None"
-                wanted = f"{in_place} (`kvkit study` shows what other formats do to a cache)"
-                raise argument_error("format", wanted, repr(self.format))
-            object.__setattr__(self, "format", known)  # a field of a frozen class
-        if self.format and self.axis == "channel":
-            raise argument_error("axis", f"'token', for format '{self.format}'", "'channel'")
-        rotation_named(self.rotation)
-        if self.scale is not None:
-            self._check_scale()
-
-    def _check_scale(self) -> None:
-        scales = self.scale if isinstance(self.scale, (tuple, list)) else (self.scale,)
-        for scale in scales or (0,):  # no scales at all are as wrong as a scale of 0
-            if not finite_number("scale", scale) > 0:
-                raise argument_error("scale", "numbers above 0", repr(self.scale))
-        element = STORED.get(str(self.format))
-        if not (element and element.minifloat):
-            raise argument_error("scale", "None, because codes have computed scales", repr(self.scale))
         if isinstance(self.scale, list):  # from JSON
             object.__setattr__(self, "scale", tuple(self.scale))
 
     @property
     def group_adapts(self) -> bool:
         """Return whether `group` adapts to the head size: it is the default, and along a token."""
-        return not self.format and self.axis != "channel" and self.group == QuantSpec.group
+        return not self.format and self.axis != "channel" and self.group == CodeSpec.group
+
+    def fitted(self, dim: int) -> CodeSpec:
+        """Return the spec for a head size, to which a default group adapts."""
+        return replace(self, group=math.gcd(self.group, dim)) if self.group_adapts else self
 
     def bytes_per_token(self, head_dim: int) -> float:
-        """Return the bytes of an encoded token of a head, with scales.
+        """Return the bytes of an encoded token of a head, with scales."""
+        spec, cell = self.fitted(head_dim), BY_NAME[self.param_dtype].bytes(1)
+        element = STORED.get(spec.format or "")
+        has_scales = not (element and element.block) and self.scale is None  # besides the codes
+        if has_scales and spec.axis != "channel" and head_dim % spec.group:
+            raise argument_error("head_dim", f"a multiple of {spec.group}, the group of a scale", head_dim)
+        cell *= 2 if element is None and spec.scheme == "asym" else 1
+        codes = element.bytes(head_dim) if element else head_dim * spec.bits / 8
+        return float(codes + has_scales * head_dim * cell / spec.group)
 
-        Where keys and values differ, without an axis, it is their mean.
-        """
+
+@dataclass(frozen=True)
+class QuantSpec:
+    """Says in which format a quantized layer stores keys or values.
+
+    Parameters
+    ----------
+    format : str
+        A format that attention reads in place, in the grammar of all formats (`kvkit list formats`):
+
+        ``"int8"``, ``"int4"``, ``"int2"``: codes times a scale, as in PMX; ``"uint8"``, ``"uint4"``,
+        ``"uint2"``: codes times a scale, plus a minimum. ``:g32`` names the group, the neighbouring elements
+        of a token that share a scale; it must divide the head size, except that 32 stands for the greatest
+        common divisor. With ``:channel`` a group is one element of each of so many consecutive tokens.
+        Scales and minima are float16, or float32 with ``:float32``. A scale is at least 1e-5, as in PMX:
+        numbers much smaller than that are lost. If a scale is beyond its type, its group is undefined.
+
+        ``"kivi4"``, ``"kivi2"``: uint4 or uint2, by channel for keys, whose outliers are in few channels,
+        and along tokens for values.
+
+        ``"fp8"`` (e4m3) or ``"e5m2"``: floats of 8 bits, times 1 or `scale`. With ``:g32`` each group has a
+        scale, the largest magnitude divided by the largest code.
+
+        ``"q8_0"``, ``"q4_0"``: ggml's blocks of 32 elements.
+
+        ``+hadamard``, ``+hadamard:64`` (in blocks), ``+llama.cpp`` or ``+vllm`` after any of them rotates
+        rows before they are stored, which spreads outliers over all channels; queries and outputs are rotated
+        to match (see `kvkit.formats.rotate`). Unquantized tokens are also rotated, and rounded again.
+    scale : float or tuple of float, optional
+        A constant scale for e4m3 and e5m2, as engines use it: a number, or one for each head.
+
+    Examples
+    --------
+    >>> from kvkit.cache import QuantSpec
+    >>> QuantSpec("uint2:g16").bytes_per_token(head_dim=64)
+    32.0
+    >>> QuantSpec("int4:g32+hadamard").bytes_per_token(head_dim=64)
+    36.0
+    """
+
+    format: str = "kivi4"
+    _: KW_ONLY
+    scale: float | tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.scale, list):
+            object.__setattr__(self, "scale", tuple(self.scale))  # a field of a frozen class
+        for is_value in (False, True):
+            self.of_side(is_value)
+
+    def of_side(self, is_value: bool) -> CodeSpec:
+        """Return how keys, or values, are stored."""
+        return code_spec(self.format, is_value, self.scale)
+
+    def bytes_per_token(self, head_dim: int) -> float:
+        """Return the bytes of an encoded token of a head, with scales: the mean of keys and values."""
         head_dim = integer("head_dim", head_dim, 1)
-        scale = BY_NAME[self.param_dtype].bytes(1)
-        if self.format:
-            element = STORED[self.format]
-            has_scales = not element.block and self.scale is None  # besides the codes
-            self._check_group(head_dim, has_scales)
-            return float(element.bytes(head_dim) + has_scales * head_dim * scale / self.group)
-        self._check_group(head_dim, self.axis != "channel" and not self.group_adapts)
-        cell = (1 if self.scheme == "sym" else 2) * scale
-        groups = {"channel": self.group, "token": self.token_group(head_dim)}
-        per_element = [cell / groups[axis] for axis in ([self.axis] if self.axis else groups)]
-        return head_dim * (self.bits / 8 + sum(per_element) / len(per_element))
+        return sum(self.of_side(side).bytes_per_token(head_dim) for side in (False, True)) / 2
 
-    def _check_group(self, head_dim: int, by_token: bool) -> None:
-        if by_token and head_dim % self.group:
-            raise argument_error("head_dim", f"a multiple of {self.group}, the group of a scale", head_dim)
 
-    def token_group(self, head_dim: int) -> int:
-        """Return the largest number of a token's elements that divides `group` and the head size."""
-        return math.gcd(self.group, head_dim)
+def code_spec(text: Any, is_value: bool, scale: Any = None) -> CodeSpec:
+    """Return how a layer stores keys or values in a format of the grammar of all formats."""
+    if not isinstance(text, str):
+        raise argument_error("format", "a format such as 'int8:g32', 'kivi4' or 'fp8'", describe(text))
+    name, plus, rotation = text.partition("+")
+    if ALIASES.get(name, name) in map(str, FLOATS):
+        raise argument_error("format", f"{WANTED}; a DynamicCache stores floats", repr(text))
+    side = formats_named(name)[is_value]
+    name, cell = side.name.partition(":")[0], str(side.cell)
+    turned = rotation if plus else None
+    rotation_named(turned)
+    element = STORED.get(name)
+    if scale is not None:
+        check_scale(scale, element is not None and element.minifloat)
+    if element is not None and element.minifloat and side.per in ("", "group"):
+        scale = 1.0 if scale is None and not side.per else scale
+        return CodeSpec(format=name, group=side.group, param_dtype=cell, scale=scale, rotation=turned)
+    if element is not None and element.block:
+        return CodeSpec(format=name, rotation=turned)
+    known = side.rule in RULES and side.per in AXES and side.code.bits in (8, 4, 2) and cell in CELLS
+    if not known or not side.group:
+        raise argument_error("format", WANTED, repr(text))
+    return CodeSpec(side.code.bits, RULES[side.rule], AXES[side.per], side.group, cell, rotation=turned)
+
+
+def check_scale(scale: Any, has_constant: bool) -> None:
+    """Check the constant scale of a format that may have one."""
+    scales = scale if isinstance(scale, tuple) else (scale,)
+    for number in scales or (0,):  # no scales at all are as wrong as a scale of 0
+        if not finite_number("scale", number) > 0:
+            raise argument_error("scale", "numbers above 0", repr(scale))
+    if not has_constant:
+        raise argument_error("scale", "None, because codes have computed scales", repr(scale))

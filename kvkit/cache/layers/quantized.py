@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from kvkit.cache.layers.changes import whole
 from kvkit.cache.layers.joining import Join
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.layers.positions import Rearrangement, check_codes
-from kvkit.cache.layers.quant_spec import QuantSpec
+from kvkit.cache.layers.quant_spec import CodeSpec, QuantSpec, code_spec
 from kvkit.cache.stores.coded import SIDES, CodeStore
 from kvkit.cache.stores.codes import PARTS, CodedSide
 from kvkit.cache.stores.memory import Geometry, check_geometry
@@ -23,12 +23,20 @@ from kvkit.checks.values import flag, integer
 from kvkit.errors import argument_error, describe
 from kvkit.typed import Array, States
 
-SPEC = QuantSpec()
+Side = str | QuantSpec | CodeSpec | None  # how keys or values are stored; files have a `CodeSpec`
 
 
-def fit_spec(spec: QuantSpec, dim: int) -> QuantSpec:
-    """Return the spec; a default group becomes one that divides the head size."""
-    return replace(spec, group=spec.token_group(dim)) if spec.group_adapts else spec
+def side_spec(format: Any, name: str, given: Side) -> CodeSpec:
+    """Return how a side, "key" or "value", is stored: as given, or else by the format of both."""
+    spec = format if given is None else given
+    if isinstance(spec, CodeSpec):
+        return spec
+    is_value = name == "value"
+    if isinstance(spec, QuantSpec):
+        return spec.of_side(is_value)
+    if given is not None and not isinstance(given, str):
+        raise argument_error(name, "a format such as 'int8:g32', or a QuantSpec", describe(given))
+    return code_spec(spec, is_value)
 
 
 class QuantizedLayer(Layer):
@@ -46,8 +54,11 @@ class QuantizedLayer(Layer):
 
     Parameters
     ----------
-    key, value : QuantSpec
-        How keys and values are encoded.
+    format : str
+        The format of codes, as of `QuantSpec`: ``"int4:g32"``, ``"kivi2"``, ``"fp8"``, or ``"q8_0/q4_0"`` for
+        keys and values.
+    key, value : str or QuantSpec, optional
+        The formats of keys and of values, instead of `format`.
     residual_length : int
         How many recent tokens stay unquantized. If groups span tokens, it is up to `group` - 1 more.
     sink : int
@@ -59,8 +70,8 @@ class QuantizedLayer(Layer):
     Examples
     --------
     >>> import numpy as np
-    >>> from kvkit.cache import QuantizedLayer, QuantSpec
-    >>> layer = QuantizedLayer(value=QuantSpec(bits=8), residual_length=32)
+    >>> from kvkit.cache import QuantizedLayer
+    >>> layer = QuantizedLayer(key="uint4:channel", value="uint8", residual_length=32)
     >>> prompt = np.random.default_rng(0).standard_normal((1, 2, 100, 64)).astype(np.float32)
     >>> keys, values = layer.update(prompt, prompt)
     >>> keys.shape, bool((np.asarray(keys) == prompt).all())
@@ -76,19 +87,15 @@ class QuantizedLayer(Layer):
 
     def __init__(
         self,
-        key: QuantSpec = SPEC,
-        value: QuantSpec = SPEC,
+        format: str = "kivi4",
+        *,
+        key: Side = None,
+        value: Side = None,
         residual_length: int = 128,
         sink: int = 4,
         read_back: bool = False,
     ) -> None:
-        specs = []
-        for name, spec, axis in (("key", key, "channel"), ("value", value, "token")):
-            if not isinstance(spec, QuantSpec):
-                raise argument_error(name, "a QuantSpec", describe(spec))
-            axis = "token" if spec.format else axis
-            specs.append(replace(spec, axis=spec.axis or axis))  # type: ignore[arg-type]  # a str
-        self.specs = tuple(specs)
+        self.specs = tuple(side_spec(format, name, spec) for name, spec in (("key", key), ("value", value)))
         self.residual_length = integer("residual_length", residual_length, 0)
         self.sink = integer("sink", sink, 0)
         self.read_back = flag("read_back", read_back)
@@ -103,7 +110,7 @@ class QuantizedLayer(Layer):
 
     def _empty_store(self, geometry: Geometry) -> CodeStore:
         batch, heads, *dims, fmt = geometry[:5]
-        self.specs = tuple(map(fit_spec, self.specs, dims))
+        self.specs = tuple(spec.fitted(dim) for spec, dim in zip(self.specs, dims, strict=True))
         sides = [
             CodedSide(
                 name, spec, (batch, heads, 0, dim), fmt.dtype, self.sink, self.residual_length, self.allocate

@@ -94,8 +94,7 @@ class KvkitCache(Cache):
     ...     vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
     ...     num_key_value_heads=2, attn_implementation="kvkit")
     >>> model = LlamaForCausalLM(config).eval()
-    >>> spec = QuantSpec(bits=8, group=8)
-    >>> cache = KvkitCache(config, "quantized", key=spec, value=spec, residual_length=2)
+    >>> cache = KvkitCache(config, "quantized", format="int8:g8", residual_length=2)
     >>> ids = model.generate(torch.arange(12)[None], past_key_values=cache, max_new_tokens=4, do_sample=False)
     >>> ids.shape, cache.get_seq_length()
     (torch.Size([1, 16]), 15)
