@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvkit.checks.values import dtype_hint
-from kvkit.errors import KvkitError, brief
+from kvkit.errors import KvkitError, brief, near_names
 from kvkit.operators import OPERATORS, REQUIRED, Attribute, Input, Operator
 from kvkit_cli.show import suggestion
 
@@ -37,8 +37,7 @@ def find_operator(name: str) -> Operator:
         return (exact or named)[0]
     if named:
         raise KvkitError(f"{name}: expected one operator, got {', '.join(op.name for op in exact or named)}")
-    known = ", ".join(OPERATORS)
-    raise KvkitError(f"no operator {name!r}{suggestion(name, OPERATORS)}; there are {known}")
+    raise KvkitError(f"no operator {name!r}{near_names(name, OPERATORS)}: see kvkit list ops")
 
 
 def is_scalar(array: Input) -> bool:

@@ -22,7 +22,7 @@ from kvkit_cli import clusters, complete, show, tool, watch
 @click.argument("sources", metavar="IN...", type=tool.PATH, nargs=-1, required=True)
 @click.argument("target", metavar="OUT", type=tool.PATH)
 @tool.layout("--from", "from_layout", "The layout of IN, if the file does not name it.")
-@tool.layout("--to", "to_layout", "The layout of OUT: see kvkit layouts.")
+@tool.layout("--to", "to_layout", "The layout of OUT: see kvkit list layouts.")
 @click.option(
     "--format", metavar="NAME",
     help="The format of the numbers in OUT, instead of --to: float16, q8_0, int4:g32...",

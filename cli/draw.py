@@ -14,8 +14,7 @@ from kvkit.tools.contents import by_patterns
 from kvkit.tools.names import BESIDE_TABLE
 from kvkit.tools.saved_pages import published_rows
 from kvkit.tools.source import CacheSource, check_pages_in_pool
-from kvkit_cli import complete, show, tool
-from kvkit_cli.layouts import layout_facts
+from kvkit_cli import complete, listing, show, tool
 
 SVG = ".svg"
 MARKS = {
@@ -37,7 +36,8 @@ MARKS = {
 def draw(ctx, what, output, layout, sizes, keys, values, fused, as_json):
     """Draw a layout, or the rows of a saved cache by sequence.
 
-    LAYOUT is one that `kvkit layouts` lists, a name that vLLM or LMCache use, or a line: `l | b kv n h c`.
+    LAYOUT is one that `kvkit list layouts` prints, a name that vLLM or LMCache use, or a line:
+    `l | b kv n h c`.
 
     If the file has page tables (block_tables and context_lens, kv_indptr and so on, cells of llama.cpp), each
     row is drawn by the sequence that uses it, or as shared, free, stale, or published (kept by a PagedCache
@@ -56,13 +56,14 @@ def draw(ctx, what, output, layout, sizes, keys, values, fused, as_json):
     is_layout = layout is None and (name in NAMED or "|" in name or " " in name)
     if not Path(what).exists() and is_layout:
         if as_json:
-            show.as_json(layout_facts(name) if name in NAMED else {"line": str(parse(name))})
+            known = {each["name"]: each for each in listing.layouts()}
+            show.as_json(known.get(name) or {"line": str(parse(name))})
             return
         picture, notes = drawing.layout(name, sizes=sizes, kind=kind), ()
     else:
         if not Path(what).exists() and not Path(what).suffix and layout is None:
             hint = show.suggestion(what, [*NAMED, *ALIASES])
-            raise KvkitError(f"{what}: no such file, and no layout{hint}: see kvkit layouts")
+            raise KvkitError(f"{what}: no such file, and no layout{hint}: see kvkit list layouts")
         if as_json:
             raise KvkitError(f"--json: expected a layout beside it, got the file {what}")
         picture, notes = draw_file(what, (keys, values, fused), layout, sizes, kind)

@@ -17,11 +17,10 @@ import click
 
 VERBS = {  # {verb: (module, first line of its help)}
     "run": ("kvkit_cli.run", "Run an operator on the arrays of a file."),
-    "ops": ("kvkit_cli.ops", "List the operators."),
     "describe": ("kvkit_cli.describe", "Show the inputs, attributes and outputs of an operator."),
     "info": ("kvkit_cli.info", "Show versions, the CPU, threads, compiled code and backends."),
     "warm": ("kvkit_cli.warm", "Compile code ahead of the calls that need it."),
-    "layouts": ("kvkit_cli.layouts", "List the layouts of engines' caches."),
+    "list": ("kvkit_cli.listing", "List formats, schemes, scorers, layouts, rules or operators by name."),
     "inspect": ("kvkit_cli.inspect", "List what is in a file: arrays, layout, tables, numbers."),
     "convert": ("kvkit_cli.convert", "Move a cache to another layout, bit for bit, or to another format."),
     "edit": ("kvkit_cli.edit", "Remove, keep and move tokens of a saved cache."),
@@ -41,14 +40,14 @@ VERBS = {  # {verb: (module, first line of its help)}
     ),
 }
 SECTIONS = {
-    "Tools for caches": "check diff study size inspect layouts draw convert edit vectors",
-    "Operators": "run ops describe",
+    "Tools for caches": "check diff study size inspect list draw convert edit vectors",
+    "Operators": "run describe",
     "This machine": "info warm clean bench",
 }
 ARGUMENTS = {  # {name of an argument in the help: what to give, for the error that it is missing}
-    "OP": "an operator that kvkit ops lists",
+    "OP": "an operator that kvkit list ops prints",
     "FILE": "a file with a cache",
-    "FILE|LAYOUT": "a file with a cache, or a layout that kvkit layouts lists",
+    "FILE|LAYOUT": "a file with a cache, or a layout that kvkit list layouts prints",
     "IN": "files with caches, in front of OUT",
     "OUT": "the file to write",
     "A": "the file with the expected arrays",
@@ -77,7 +76,8 @@ class Verbs(click.Group):
             if not ctx.resilient_parsing:
                 ctx.fail(f"no verb {name!r}{correction(name)}")
             return None
-        return with_quiet(getattr(importlib.import_module(VERBS[name][0]), name))
+        module = importlib.import_module(VERBS[name][0])
+        return with_quiet(getattr(module, VERBS[name][0].rpartition(".")[2]))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of verbs, by sections."""

@@ -39,7 +39,6 @@ class ToolVerb(click.Command):
         --layout hf", and "give sizes={'h': N}" becomes "give --sizes h=N".
         """
         text = SIZES.sub(lambda found: "--sizes " + found[1].translate(AS_OPTION).replace(":", "="), text)
-        text = text.replace("a name of kvkit.layouts.NAMED", "a name that kvkit layouts lists")
         for word, option in self.words.items():
             text = re.sub(rf"(^|: ){word}(?=: expected)", rf"\g<1>{option}", text)
         for param in self.params:
@@ -83,7 +82,7 @@ def sizes(about="Lengths of axes that arrays do not show: h=8."):
     )
 
 
-def layout(flag="--layout", name="layout", about="The layout, if the file lacks it: see kvkit layouts."):
+def layout(flag="--layout", name="layout", about="The layout, if the file lacks it: see kvkit list layouts."):
     """Return an option for a layout."""
     return click.option(flag, name, metavar="NAME", help=about, shell_complete=complete.layouts)
 

@@ -22,7 +22,7 @@
     tools               inspect, convert, check, diff, draw, size and study caches
     kvkit_cuda          a package with the same operators on a GPU
 
-Errors are KvkitError and DeviceError. In a shell: `kvkit ops`, `kvkit describe OPERATOR`, `kvkit --help`.
+Errors are KvkitError and DeviceError. In a shell: `kvkit list ops`, `kvkit describe NAME`, `kvkit --help`.
 """
 
 from typing import TYPE_CHECKING

@@ -74,12 +74,16 @@ def nearest(name: str, known: Iterable[str], count: int = 5) -> list[str]:
     return [originals[key] for key in dict.fromkeys(likely)][:count]
 
 
-def unknown_name(argument: str, kind: str, got: str, known: Iterable[str], name: str = "") -> KvkitError:
-    """Return the error for an unknown name, with three near ones, and with the command that prints all."""
-    near = nearest(name or got, known, 3)
-    wanted = f"one of those that `kvkit list {kind}` prints"
-    meant = f" (did you mean {' or '.join(near)}?)" if near else ""
-    return argument_error(argument, wanted, brief(repr(got)) + meant)
+def unknown_name(argument: str, what: str, got: str, known: Iterable[str], name: str = "") -> KvkitError:
+    """Return the error for an unknown name of `what`, "a format": near ones, and the command that has all."""
+    wanted = f"{what} that `kvkit list {what.split()[1]}s` prints"
+    return argument_error(argument, wanted, brief(repr(got)) + near_names(name or got, known))
+
+
+def near_names(name: str, known: Iterable[str]) -> str:
+    """Return ` (did you mean ... or ...?)` with up to three names that are like a name, or ''."""
+    likely = nearest(name, known, 3)
+    return f" (did you mean {' or '.join(likely)}?)" if likely else ""
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

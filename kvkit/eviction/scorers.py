@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvkit.errors import argument_error, describe, suggestion
+from kvkit.errors import argument_error, describe, unknown_name
 from kvkit.eviction.inputs import Inputs, checked_inputs
 from kvkit.eviction.padding import equal_rows, score_rows
 from kvkit.interop import returns_input_kind
@@ -79,8 +79,7 @@ def scorer(*needs: str, scored: str = "tokens") -> Callable[[Score], Score]:
 def scorer_of(name: object) -> Scorer:
     """Return the scorer of a name."""
     if not isinstance(name, str) or name not in SCORERS:
-        got = describe(name) + suggestion(str(name), SCORERS)
-        raise argument_error("name", f"a scorer: {', '.join(SCORERS)}", got)
+        raise unknown_name("name", "a scorer", str(name), SCORERS)
     return SCORERS[name]
 
 

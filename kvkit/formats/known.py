@@ -294,7 +294,7 @@ def named(format: str | Format, **options: Any) -> Format:
         if name in UNKNOWN:
             raise argument_error("format", "a format whose bytes kvkit knows", f"{name}: {UNKNOWN[name]}")
         if name not in NAMED:
-            raise unknown_name("format", "formats", str(format), NAMED, name)
+            raise unknown_name("format", "a format", str(format), NAMED, name)
         base = NAMED[name]
     requested: list[tuple[str | None, str]] = [(None, word) for word in words]  # (field of a keyword, word)
     for key, value in options.items():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
-from kvkit.errors import argument_error, brief, describe, suggestion
+from kvkit.errors import argument_error, brief, describe, near_names
 from kvkit.layouts.grammar import Layout, parse_line
 
 
@@ -45,7 +45,7 @@ class Named:
         return parse_line(self.line)
 
 
-EITHER = "a line, such as 'l | kv b n h c', or a name of kvkit.layouts.NAMED"
+EITHER = "a line, such as 'l | kv b n h c', or a name that `kvkit list layouts` prints"
 # Notes, (engine, source, mark) and sources that several layouts share.
 HALVES = "keys are index 0 of kv, values index 1"
 SIDE = (
@@ -329,8 +329,8 @@ def parse(text: str | Layout) -> Layout:
     if name in NAMED:
         return NAMED[name].layout
     if text and not set(text) & set("| ;()"):
-        meant = suggestion(text, [*NAMED, *ALIASES])
-        raise argument_error("layout", EITHER, repr(brief(text)) + meant)
+        near = near_names(text, [*NAMED, *ALIASES])
+        raise argument_error("layout", EITHER, repr(brief(text)) + near)
     return parse_line(text)
 
 

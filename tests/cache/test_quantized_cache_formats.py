@@ -116,7 +116,7 @@ def test_bytes_per_token():
             for name in ("mxfp4", "int4:g32:head", "nvfp4", "e4m3:token", "int8:bfloat16")
         ),
         *(
-            ({"format": name}, "format: expected one of those that `kvkit list formats` prints, got")
+            ({"format": name}, "format: expected a format that `kvkit list formats` prints, got")
             for name in ("nowhere.py:Mine", "", "int5")
         ),
         ({"format": 8}, "format: expected a format such as"),

@@ -150,10 +150,10 @@ def words(text):
 
 
 def test_ops():
-    code, out, err = run("ops")
+    code, out, err = run("list", "ops")
     assert (code, err) == (0, "")
     assert_plain(out)
-    assert all(op.name in out and words(op.source) in words(out) for op in OPERATORS.values())
+    assert all(op.name in out and words(op.summary) in words(out) for op in OPERATORS.values())
 
 
 @pytest.mark.parametrize("op", OPERATORS.values(), ids=list(OPERATORS))
@@ -334,7 +334,7 @@ def test_completion(words, offered):
     ("name", "known", "meant"),
     [
         ("layer", ["num_layer", "layer_idx"], "layer_idx"),
-        ("RUN", ["run", "ops"], "run"),
+        ("RUN", ["run", "list"], "run"),
         ("Quant_Bit", ["quant_group", "quant_bit"], "quant_bit"),
         ("paged_attention", ["multi_head_attention", "ascend.paged_attention"], "ascend.paged_attention"),
         ("infp", ["run", "info"], "info"),

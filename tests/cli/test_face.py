@@ -52,7 +52,7 @@ def test_help_begins_with_a_map():
     assert len(text.splitlines()) <= 25
     for name in (*dir(kvkit), "kvkit_cuda", "kvkit --help"):
         assert name in text or name == "__version__"
-    for verb in ("ops", "describe"):
+    for verb in ("list", "describe"):
         assert f"`kvkit {verb}" in text
         assert verb in VERBS
 

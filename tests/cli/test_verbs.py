@@ -38,7 +38,7 @@ def folder(room, monkeypatch):
 
 
 FINE = [  # the code; the command; texts in what it prints
-    (0, "layouts", "\nhf ", "l kv | b h n c"),
+    (0, "list layouts", "\nhf ", "l kv | b h n c"),
     (0, "draw LBNHC --sizes n=2,c=64", "also called LBNHC", "vLLM, since 0.26", "kv         2      64\n",
      "n          2     256\n", "b0 | K n0 h0 | V n0 h0 | K n0 h1 | V n0 h1 |\n"),
     (0, "draw '| b c n'", "| b c n\none array"),
@@ -84,7 +84,7 @@ def test_fine(folder, code, command, texts):
 @pytest.mark.parametrize(
     ("code", "command"),
     [(0, "inspect hf.safetensors"), (1, "check wrong.npz"), (1, "diff a.npz b.npz"),
-     (0, f"vectors verify {PACK}"), (0, "layouts"), (0, "draw LBNHC"),
+     (0, f"vectors verify {PACK}"), (0, "list layouts"), (0, "draw LBNHC"),
      (0, "study hf.safetensors --schemes fp8")],
 )  # fmt: skip
 def test_quiet(folder, code, command):
@@ -99,13 +99,13 @@ USED = {
 DEFAULTS = [list(each.default) if each.kind is tuple else each.default
             for each in OPERATORS["multi_head_attention"].attributes]  # fmt: skip
 JSON = [  # the code; the command without --json; what is looked at; its value
-    (0, "ops", lambda x: [op["name"] for op in x], list(OPERATORS)),
+    (0, "list ops", lambda x: [op["name"] for op in x], list(OPERATORS)),
     (0, "describe multi_head_attention", lambda x: [each["name"] for each in x["inputs"]],
      [array.name for array in OPERATORS["multi_head_attention"].inputs]),
     (0, "describe multi_head_attention",
      lambda x: [each.get("default", REQUIRED) for each in x["attributes"]], DEFAULTS),
     (0, "info", lambda x: x["kvkit"], package.__version__),
-    (0, "layouts", lambda x: (list(x), x["hf"]["line"]), (list(NAMED), "l kv | b h n c")),
+    (0, "list layouts", lambda x: [each["name"] for each in x], list(NAMED)),
     (0, "draw LBNHC", lambda x: x["aliases"][0], "LBNHC"),
     (0, "inspect hf.safetensors", lambda x: x["sizes"], {"l": 2, "b": 1, "n": 21, "h": 3, "c": 8}),
     (0, "inspect hf.safetensors --stats", lambda x: (x["numbers"][0]["name"], x["numbers"][0]["nan"]),
@@ -133,14 +133,14 @@ REFUSED = [  # the command; texts of its message; the code, if it is not 2
     ("frobnicate", f"no verb 'frobnicate'; there are {', '.join(VERBS)} (see kvkit"),
     ("alibi_mask IN", "but an operator: kvkit run alibi_mask IN.npz -o OUT.npz (see kvkit --help)"),
     ("--nothing", "--nothing"),
-    ("run", "missing OP: an operator that kvkit ops lists (see kvkit run --help)"),
+    ("run", "missing OP: an operator that kvkit list ops prints (see kvkit run --help)"),
     ("diff a.npz", "missing B: the file that is compared with A (see kvkit diff --help)"),
     (f"{KV} in.npz -o o.txt", "-o o.txt: results are written as .npz, not as .txt: give -o o.npz"),
-    ("run key_value_cach in.npz -o out.npz", "(did you mean key_value_cache?); there are key_value_cache"),
+    ("run key_value_cach in.npz -o out.npz", "(did you mean key_value_cache"),
     ("fine.npz", "no verb 'fine.npz', but a file: kvkit inspect fine.npz (see"),
     ("cache clean", "no verb 'cache'"),
     ("describe FlashAttention", "expected one operator, got merge_attention_states, paged_attention"),
-    ("describe nothing", "no operator 'nothing'; there are key_value_cache, multi_head_attention"),
+    ("describe nothing", "no operator 'nothing': see kvkit list ops"),
     (f"{KV} in.npz -o x.npy", "-o x.npy: results are written as .npz, not as .npy"),
     (f"{KV} in.npz -o x.safetensors", "not as .safetensors: give -o x.npz"),
     (f"{KV} in.npz -o -", "-o -: .npz files are not read from or written to pipes"),
@@ -222,14 +222,14 @@ REFUSED = [  # the command; texts of its message; the code, if it is not 2
     ("inspect hf.safetensors --layout vllm-lbnhc", "arrays"),
     ("inspect pool.npz --layout nope", "--layout: expected a line, such as"),
     *((f"{verb} no-tables-{i}.npz", "expected") for verb in ("inspect", "draw") for i in range(6)),
-    (f"{CONVERT} no-such", "--to: expected a line, such as ", "or a name that kvkit layouts lists"),
+    (f"{CONVERT} no-such", "--to: expected a line, such as ", "or a name that `kvkit list layouts` prints"),
     (f"{CONVERT} vllm-lbnh", "got 'vllm-lbnh' (did you mean vllm-lbnhc?)"),
     (f"{CONVERT} vllm-lbnhc --from mlx-not", "--from: expected"),
     (f"{CONVERT} flash-attn", "--to: expected an axis l, as the source has 2 of them: 'l kv | b n h c', got"),
     ("convert hf.safetensors o.npz", "--to: expected a layout, or a format instead, got neither"),
     ("convert hf.safetensors o.npz --format q8", "got 'q8' (did you mean q8_0"),
     ("convert hf.safetensors o.npz --format q8_0 --page-size 4", "--page-size: expected none with a format"),
-    ("study hf.safetensors --schemes int4g", "--schemes: expected one of those that `kvkit list formats` prints"),
+    ("study hf.safetensors --schemes int4g", "--schemes: expected a format that `kvkit list formats` prints"),
     ("study hf.safetensors --schemes int4g", "got 'int4g' (did you mean int4"),
     ("study hf.safetensors --threshold 0", "--threshold: expected a positive number"),
     (f"{CONVERT} vllm-lbnhc --from ort-paged", "expected hf, as the file says, got ort-paged"),

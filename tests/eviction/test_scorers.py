@@ -262,7 +262,7 @@ def test_protected_tokens_score_above_all_others(largest):
 BAD = KEYS.copy()
 BAD[0, 1, 2, 3] = np.nan
 WRONG = {
-    "name": ("nearest", {}, "name: expected a scorer: "),
+    "name": ("nearest", {}, "name: expected a scorer that `kvkit list scorers` prints"),
     "NaN": ("knorm", {"keys": BAD}, "keys: expected finite numbers, got nan at (0, 1, 2, 3)"),
     "infinite": ("knorm", {"keys": KEYS + np.float32(np.inf)},
         "keys: expected finite numbers, got inf at (0, 0, 0, 0)"),

@@ -15,7 +15,7 @@ CODES = np.zeros((4, 2, 32), np.uint8)
 
 REFUSED = {
     "unknown": (lambda: encode(X, "q9_0"),
-        r"format: expected one .* `kvkit list formats` prints, got 'q9_0' \(did you mean q8_0 or .*\?\)"),
+        r"format: .* `kvkit list formats` prints, got 'q9_0' \(did you mean q8_0 or .*\?\)"),
     "option": (lambda: encode(X, "int4:g"), r"format: expected options among gN, .*, for int4, got 'g'"),
     "keyword": (lambda: named("int4", gruop=8), r"options: expected names among cell, .*, got 'gruop'"),
     "a size of groups": (lambda: named("q8_0:g16"), r"format: expected no options, for q8_0, got 'g16'"),

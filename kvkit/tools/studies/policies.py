@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from kvkit.checks.values import integer, text
-from kvkit.errors import argument_error, brief, describe, suggestion
+from kvkit.errors import argument_error, brief, describe, unknown_name
 from kvkit.eviction import SCORERS
 from kvkit.tools.studies.schemes import key_and_value_schemes, list_schemes, load_object
 from kvkit.typed import Array
@@ -181,8 +181,7 @@ def scorer_named(name: str) -> Any:
         return load_object(path, function, "function")
     known = [ORACLE, *(each for each, found in SCORERS.items() if found.scored == "tokens")]
     if name not in known:
-        got = f"{brief(repr(name))}{suggestion(name, known)}"
-        raise argument_error("evict", f"a scorer of tokens: {', '.join(known)}", got)
+        raise unknown_name("evict", "a scorer of tokens", name, known)
     return name
 
 

@@ -1,0 +1,118 @@
+"""`kvkit list`: list what names of formats, schemes, scorers, layouts, rules and operators there are."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import click
+
+from kvkit.tools.text import columns
+from kvkit_cli import show, tool
+
+Facts = dict[str, Any]  # of one name; `name` and `about` are what the table shows
+
+
+def formats() -> Iterator[Facts]:
+    """Yield the formats that caches, studies, sizes and conversions take by name."""
+    from kvkit.formats.elements import FLOATS
+    from kvkit.formats.known import ALIASES, NAMED
+    from kvkit.formats.schemes import PAIRS
+
+    of = {name: [alias for alias, known in ALIASES.items() if known == name] for name in ALIASES.values()}
+    for element in map(str, FLOATS):
+        yield {"name": element, "about": "floats", "options": [], "aliases": of.get(element, [])}
+    for name, known in NAMED.items():
+        scale = f", a scale for each {known.per}" if known.per else ", times 1 or a given scale"
+        scale += f" of {known.group}" if known.per in ("group", "channel") and known.group else ""
+        about = f"{known.code.bits} bits{scale}; {known.source}"
+        yield {"name": name, "about": about, "options": list(known.options), "aliases": of.get(name, [])}
+    kivi = {f"kivi{bits}": (f"kivi_key{bits}", f"kivi_value{bits}") for bits in (4, 2)}
+    for name, (key, value) in (kivi | PAIRS).items():
+        yield {"name": name, "about": f"keys {key}, values {value}", "options": [], "aliases": []}
+
+
+def schemes() -> Iterator[Facts]:
+    """Yield what may follow a format, and the schemes of one's own."""
+    from kvkit.formats.rotations import ROTATIONS
+    from kvkit.formats.schemes import REGISTERED
+
+    yield {"name": "FORMAT", "about": "one of `kvkit list formats`, with options: int8:g32, int4:channel"}
+    yield {"name": "FORMAT/FORMAT", "about": "of keys, and of values: q8_0/q4_0"}
+    for name, rotation in ROTATIONS.items():
+        turned = "blocks" if any(rotation.block) else "whole heads"
+        signs = ", after signs" if rotation.signs else ""
+        about = f"with {turned} rotated by Hadamard matrices{signs}"
+        yield {"name": f"FORMAT+{name}", "about": about}
+    yield {"name": "FORMAT+hadamard:N", "about": "with blocks of N elements rotated"}
+    for name, cls in REGISTERED.items():
+        yield {"name": name, "about": first_line(cls)}
+    yield {"name": "FILE.py:CLASS", "about": "a class with encode and decode, for `kvkit study`"}
+
+
+def scorers() -> Iterator[Facts]:
+    """Yield the scorers of tokens, pages and channels."""
+    from kvkit.eviction import SCORERS
+
+    for name, known in SCORERS.items():
+        facts = {"scored": known.scored, "needs": list(known.needs), "options": list(known.options)}
+        yield {"name": name, "about": first_line(known.score)} | facts
+
+
+def layouts() -> Iterator[Facts]:
+    """Yield the layouts of engines' caches."""
+    from kvkit.layouts import NAMED
+
+    for name, known in NAMED.items():
+        keys = "line", "engine", "versions", "source", "mark", "note"
+        facts = {key: getattr(known, key) for key in keys} | {"aliases": list(known.aliases)}
+        yield {"name": name, "about": f"{known.line}  ({known.engine} {known.versions})"} | facts
+
+
+def rules() -> Iterator[Facts]:
+    """Yield the rules of `kvkit check`."""
+    from kvkit.tools.rules import RULES
+
+    for name, known in RULES.items():
+        facts = {"severity": known.severity, "hint": known.hint, "needs": known.needs.split(", ")}
+        yield {"name": name, "about": first_line(known.look)} | facts
+
+
+def ops() -> Iterator[Facts]:
+    """Yield the operators."""
+    from kvkit.operators import OPERATORS
+
+    for name, op in OPERATORS.items():
+        yield {"name": name, "about": op.summary, "source": op.source}
+
+
+KINDS: dict[str, Callable[[], Iterator[Facts]]] = {
+    each.__name__: each for each in (formats, schemes, scorers, layouts, rules, ops)
+}
+
+
+def first_line(thing: Any) -> str:
+    """Return the first line of a docstring."""
+    return (inspect.getdoc(thing) or "").partition("\n")[0]
+
+
+@click.command("list")
+@click.argument("kind", metavar="formats|schemes|scorers|layouts|rules|ops", type=click.Choice(list(KINDS)))
+@tool.json_option
+def listing(kind: str, as_json: bool) -> None:
+    """List names with a line about each: formats, schemes, scorers, layouts, rules or ops.
+
+    `kvkit draw NAME` draws a layout, and says where it is from; `kvkit describe NAME` shows an operator.
+
+    \b
+    Examples:
+      kvkit list formats
+      kvkit list ops --json | jq -r '.[].name'
+    """
+    facts = list(KINDS[kind]())
+    if as_json:
+        show.as_json(facts)
+        return
+    rows = [(each["name"], each["about"]) for each in facts]
+    click.echo(columns(("name", "about"), rows, len(rows)))
