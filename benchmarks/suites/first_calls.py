@@ -29,7 +29,7 @@ CALLS = {  # statements after `import numpy as np, kvkit`, and the most seconds 
     ),
     "QuantizedCache, update and attend, 257 tokens": (
         "from kvkit.cache import QuantizedCache",
-        f"new, cache = np.ones((1, 4, 257, 64), np.float16), QuantizedCache(1); {ATTEND}",
+        f"new, cache = np.ones((1, 4, 257, 64), np.float16), QuantizedCache(num_layers=1); {ATTEND}",
         10,
     ),
     "key_value_cache, 4,096 tokens": (

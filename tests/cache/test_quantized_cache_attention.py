@@ -204,7 +204,7 @@ from footprint import extra
 
 
 def layer(tokens):
-    made, x = QuantizedLayer(QuantSpec(4, group=4), QuantSpec(2, group=8)), np.ones((1, 4, 1024, 64), "f2")
+    made, x = QuantizedLayer(key="kivi4:g4", value="kivi2:g8"), np.ones((1, 4, 1024, 64), "f2")
     for _ in range(tokens // 1024):
         made.update(x, x)
     made.update(x[:, :, :1], x[:, :, :1])
