@@ -8,6 +8,14 @@ from typing import Any
 
 import click
 
+from kvkit import layouts as kvkit_layouts
+from kvkit.eviction import SCORERS
+from kvkit.formats.elements import FLOATS
+from kvkit.formats.known import ALIASES, NAMED
+from kvkit.formats.rotations import ROTATIONS
+from kvkit.formats.schemes import PAIRS, REGISTERED
+from kvkit.operators import OPERATORS
+from kvkit.tools.rules import RULES
 from kvkit.tools.text import columns
 from kvkit_cli import show, tool
 
@@ -16,10 +24,6 @@ Facts = dict[str, Any]  # of one name; `name` and `about` are what the table sho
 
 def formats() -> Iterator[Facts]:
     """Yield the formats that caches, studies, sizes and conversions take by name."""
-    from kvkit.formats.elements import FLOATS
-    from kvkit.formats.known import ALIASES, NAMED
-    from kvkit.formats.schemes import PAIRS
-
     of = {name: [alias for alias, known in ALIASES.items() if known == name] for name in ALIASES.values()}
     for element in map(str, FLOATS):
         yield {"name": element, "about": "floats", "options": [], "aliases": of.get(element, [])}
@@ -35,9 +39,6 @@ def formats() -> Iterator[Facts]:
 
 def schemes() -> Iterator[Facts]:
     """Yield what may follow a format, and the schemes of one's own."""
-    from kvkit.formats.rotations import ROTATIONS
-    from kvkit.formats.schemes import REGISTERED
-
     yield {"name": "FORMAT", "about": "one of `kvkit list formats`, with options: int8:g32, int4:channel"}
     yield {"name": "FORMAT/FORMAT", "about": "of keys, and of values: q8_0/q4_0"}
     for name, rotation in ROTATIONS.items():
@@ -53,8 +54,6 @@ def schemes() -> Iterator[Facts]:
 
 def scorers() -> Iterator[Facts]:
     """Yield the scorers of tokens, pages and channels."""
-    from kvkit.eviction import SCORERS
-
     for name, known in SCORERS.items():
         facts = {"scored": known.scored, "needs": list(known.needs), "options": list(known.options)}
         yield {"name": name, "about": first_line(known.score)} | facts
@@ -62,9 +61,7 @@ def scorers() -> Iterator[Facts]:
 
 def layouts() -> Iterator[Facts]:
     """Yield the layouts of engines' caches."""
-    from kvkit.layouts import NAMED
-
-    for name, known in NAMED.items():
+    for name, known in kvkit_layouts.NAMED.items():
         keys = "line", "engine", "versions", "source", "mark", "note"
         facts = {key: getattr(known, key) for key in keys} | {"aliases": list(known.aliases)}
         yield {"name": name, "about": f"{known.line}  ({known.engine} {known.versions})"} | facts
@@ -72,8 +69,6 @@ def layouts() -> Iterator[Facts]:
 
 def rules() -> Iterator[Facts]:
     """Yield the rules of `kvkit check`."""
-    from kvkit.tools.rules import RULES
-
     for name, known in RULES.items():
         facts = {"severity": known.severity, "hint": known.hint, "needs": known.needs.split(", ")}
         yield {"name": name, "about": first_line(known.look)} | facts
@@ -81,8 +76,6 @@ def rules() -> Iterator[Facts]:
 
 def ops() -> Iterator[Facts]:
     """Yield the operators."""
-    from kvkit.operators import OPERATORS
-
     for name, op in OPERATORS.items():
         yield {"name": name, "about": op.summary, "source": op.source}
 
