@@ -56,7 +56,9 @@ from kvkit_cli import clusters, complete, show, tool, watch
 @click.option("--state-heads", metavar="KEY/VALUE", help="Heads of states, if they are tiled: 16/32.")
 @click.option("--layers", metavar="N,N:N,...", help="The layers to take, as 0,2,4:.")
 @click.option("--verify", is_flag=True, help="Read the result back and compare it with IN.")
-@click.option("--axis", metavar="h", help="Join the heads of several IN, in their order, into one OUT.")
+@click.option(
+    "--axis", metavar="h|n", help="Join the heads, or tokens, of several IN, in order, into one OUT."
+)
 @click.option(
     "--ranks", type=int, metavar="N", help="Cut IN into the caches of N ranks, files in the folder OUT."
 )

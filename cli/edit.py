@@ -1,7 +1,8 @@
-"""`kvkit edit`: remove, keep and move tokens of a saved cache."""
+"""`kvkit edit`: remove, keep, move and add tokens of a saved cache."""
 
 import json
 import re
+from pathlib import Path
 
 import click
 import numpy as np
@@ -21,6 +22,7 @@ CHANGES = {  # {change: (value of its option, help)}
     "retain": ("BEGIN:END,...", "Remove all other tokens."),
     "shift": ("BEGIN:END:DELTA", "Move tokens to other positions."),
     "divide": ("BEGIN:END:D", "Divide positions by D, rounding down."),
+    "append": ("FILE", "Add the tokens of another saved cache behind."),
 }
 RANGE = re.compile(r"(\d*):(\d*)(?::(-?\d+))?")  # BEGIN:END or BEGIN:END:NUMBER
 LONGEST_RANGE = 60  # characters: Python refuses to parse numbers of thousands of digits
@@ -42,6 +44,7 @@ class Edit(tool.ToolVerb):
 @click.option("--retain", multiple=True, metavar=CHANGES["retain"][0], help=CHANGES["retain"][1])
 @click.option("--shift", multiple=True, metavar=CHANGES["shift"][0], help=CHANGES["shift"][1])
 @click.option("--divide", multiple=True, metavar=CHANGES["divide"][0], help=CHANGES["divide"][1])
+@click.option("--append", multiple=True, metavar=CHANGES["append"][0], help=CHANGES["append"][1])
 @click.option("--close", is_flag=True, help="Move later tokens back by what is removed.")
 @click.option(
     "--rope",
@@ -52,7 +55,7 @@ class Edit(tool.ToolVerb):
 @tool.json_option
 @click.pass_context
 def edit(ctx, source, close, rope, output, as_json, **changes):
-    """Remove, keep and move tokens of a saved cache.
+    """Remove, keep, move and add tokens of a saved cache.
 
     FILE is a .npz file that Cache.save wrote, or a session or state of llama.cpp, for which only --remove and
     --retain are possible. Changes are made in the order of the options. Positions count from 0; ranges are
@@ -65,6 +68,7 @@ def edit(ctx, source, close, rope, output, as_json, **changes):
       kvkit edit slot.bin --remove 4:100 -o shorter.bin
       kvkit edit chat.npz --remove 4:100 --close --rope config.json -o window.npz
       kvkit edit chat.npz --retain 0:4,100: --shift 100::-96 --rope rotary_dim=64 -o window.npz
+      kvkit edit a.npz --append b.npz --rope config.json -o both.npz
     """
     if not ctx.meta["order"] or output is None:
         raise KvkitError("edit: expected a change (--remove, ...), and -o OUT")
@@ -113,7 +117,7 @@ def is_llama(source):
 
 def edit_state(ctx, source, output, changes, close, as_json):
     """Remove tokens of a session or state of llama.cpp."""
-    if close or any(name in ("shift", "divide") for name in ctx.meta["order"]):
+    if close or any(name in ("shift", "divide", "append") for name in ctx.meta["order"]):
         moves = "moves, as a state has keys rotated by their positions"
         raise KvkitError(f"{source}: expected --remove or --retain, got {moves}")
     values = {name: iter(given) for name, given in changes.items()}
@@ -173,6 +177,9 @@ def print_notes(notes):
 
 def apply_change(cache, name, text, close, rotation):
     """Apply one change to a cache; return a note if no token has such a position, else ""."""
+    if name == "append":
+        cache.append(open_cache(Path(text)), rope=rotation)
+        return ""
     layer = longest(cache)
     positions = layer.positions
     if name == "retain":

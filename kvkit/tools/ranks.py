@@ -1,4 +1,4 @@
-"""Join the caches of tensor-parallel ranks to one, or cut a cache into those of ranks.
+"""Join caches of tensor-parallel ranks, or of parts of a prompt, to one; cut a cache into those of ranks.
 
 Where a model has fewer key heads than ranks, neighbouring ranks hold the same head.
 """
@@ -21,6 +21,7 @@ from kvkit.layouts.views import KV
 from kvkit.tools.contents import Source
 from kvkit.tools.source import LINE, TABLE_PREFIXES, CacheSource, leaves, parse_layout
 
+KEYS_STAY = "keys are as they were: right if each part was read behind those before it (else: Cache.append)"
 QUERY = "query"  # [layers, sequences, last tokens, heads, dim]
 
 
@@ -34,6 +35,9 @@ def join(
 ) -> Contents:
     """Join the caches of tensor-parallel ranks, each of which has some heads of the same tokens.
 
+    Or those of parts of one prompt, in their order, along its tokens: files without positions, whose keys
+    stay rotated as they are. `Cache.append` joins caches that were each read from position 0 on.
+
     Heads that ranks have twice or more are written once, with a note: ranks whose keys and values are equal
     bit for bit, in groups of one size, or as many as `num_kv_heads` says.
 
@@ -41,8 +45,8 @@ def join(
     ----------
     sources : iterable of path, mapping of arrays, or Contents
         The caches, in the order of their heads; or {name in errors: cache}.
-    axis : "h"
-        The axis that is split.
+    axis : "h" or "n"
+        The axis that is split: heads or tokens.
     layout, sizes
         The layout and sizes of each cache: see `convert`.
     num_kv_heads : int, optional
@@ -56,7 +60,8 @@ def join(
     Raises
     ------
     KvkitError
-        If the caches differ in more than their heads, have separate scales, or contradict `num_kv_heads`.
+        If the caches differ in more than their heads, or tokens, have separate scales, or contradict
+        `num_kv_heads`.
 
     Examples
     --------
@@ -67,17 +72,18 @@ def join(
     >>> whole.arrays["cache"][0].shape, whole.arrays["cache"][0][0, 0, ::2, 0].tolist()
     ((1, 5, 8, 16), [0.0, 1.0, 2.0, 3.0])
     """
-    if axis != "h":
-        raise argument_error("axis", "'h', the heads", brief(repr(axis)))
+    if axis not in ("h", "n"):
+        raise argument_error("axis", "'h', the heads, or 'n', the tokens", brief(repr(axis)))
     named = dict(sources) if isinstance(sources, Mapping) else dict(enumerate(sources))
     ranks = [CacheSource(each, layout, sizes, ("from_layout", "from_format")) for each in named.values()]
     for name, rank in zip(named, ranks, strict=True):
         rank.name = name if isinstance(name, str) else rank.name
     if not ranks:
         raise argument_error("sources", "a cache or more", "none")
+    for rank in ranks:
+        check_divisible(rank, "sources", axis)
     rest = [rank.other_arrays(rank.own_arrays, tables=True) for rank in ranks]
     for rank, others in zip(ranks, rest, strict=True):
-        check_divisible(rank, "sources")
         if len(rank.require_view().keys) != (layers := len(ranks[0].require_view().keys)):
             wanted = f"layers as {ranks[0].name} has, {layers}"
             raise argument_error("sources", wanted, f"{len(rank.require_view().keys)} in {rank.name}")
@@ -86,16 +92,22 @@ def join(
         if tables_differ:
             raise argument_error("sources", f"equal {tables_differ[0]}", f"others in {rank.name}")
     names, views = [rank.name for rank in ranks], [rank.require_view() for rank in ranks]
-    chosen, notes = ranks_without_copies(names, views, num_kv_heads)
+    if axis == "n":
+        chosen, notes = [*range(len(views))], (KEYS_STAY,)
+    else:
+        chosen, notes = ranks_without_copies(names, views, num_kv_heads)
     cache = [
-        [join_heads([names[i] for i in chosen], [side[layer] for side in sides])
+        [join_parts([names[i] for i in chosen], [side[layer] for side in sides], axis)
          for sides in zip(*(views[i] for i in chosen), strict=True)]
         for layer in range(layers)
     ]  # fmt: skip
     arrays = rest[0] | ranks[0].numbers_to_write | files.flat({CACHE: cache})
     queries = [each for others in rest if (each := others.get(QUERY)) is not None and each.ndim == 5]
-    if len(queries) == len(ranks):  # all have query heads of their own
-        joined = join_heads(names, [each.reshape(-1, *each.shape[2:]) for each in queries])
+    if axis == "n":  # the queries of the last tokens
+        arrays = {name: array for name, array in arrays.items() if name != QUERY}
+        arrays |= {QUERY: rest[-1][QUERY]} if QUERY in rest[-1] else {}
+    elif len(queries) == len(ranks):  # all have query heads of their own
+        joined = join_parts(names, [each.reshape(-1, *each.shape[2:]) for each in queries])
         arrays[QUERY] = joined.reshape(*queries[0].shape[:3], -1, queries[0].shape[4])
     first = ranks[0].contents
     described = replace(first.description, layout=LINE, sizes={})
@@ -158,15 +170,20 @@ def cut(
     return found
 
 
-def check_divisible(source: CacheSource, argument: str) -> None:
-    """Refuse caches whose heads cannot be joined or cut: two caches, separate scales, latent rows."""
+def check_divisible(source: CacheSource, argument: str, axis: str = "h") -> None:
+    """Refuse caches that cannot be joined or cut: separate scales, tables, latent rows by heads."""
     if source.sliding is not None:
         raise argument_error(argument, "files of one cache each", f"two caches in {source.name}")
     source.require_view()
     if source.scales or source.scales_inside:
         wanted = "floats, or codes with scales in their rows"
         raise argument_error(argument, wanted, f"scales in {source.name}")
-    if not source.separate and not {"kv", "h"} & parse_layout(source.layout or LINE, "layout").names:
+    tables = [name for name in source.contents.arrays if name.startswith((*TABLE_PREFIXES, "positions"))]
+    if axis == "n" and tables:
+        wanted = "caches without tables or positions (of Cache.save: Cache.append, kvkit edit --append)"
+        raise argument_error(argument, wanted, f"{tables[0]} in {source.name}")
+    has_heads = source.separate or {"kv", "h"} & parse_layout(source.layout or LINE, "layout").names
+    if axis == "h" and not has_heads:
         raise argument_error(argument, "caches with heads: each rank has all latent rows", source.name)
 
 
@@ -229,13 +246,13 @@ def digests(views: Sequence[KV]) -> list[bytes]:
     return found
 
 
-def join_heads(names: Sequence[str], parts: Sequence[Any]) -> np.ndarray:
-    """Join the parts of several ranks to one array [blocks, tokens, heads, content]."""
-    arrays = [stacked(part) for part in parts]
-    for name, array in zip(names, arrays, strict=True):
-        if (array.shape[:2], array.shape[3:], array.dtype) != (
-            arrays[0].shape[:2], arrays[0].shape[3:], arrays[0].dtype,
-        ):  # fmt: skip
-            expected = f"{describe(arrays[0])} but for its heads, as {names[0]}"
+def join_parts(names: Sequence[str], parts: Sequence[Any], axis: str = "h") -> np.ndarray:
+    """Join the heads or tokens of several caches to one array [blocks, tokens, heads, content]."""
+    arrays, number = [stacked(part) for part in parts], 2 if axis == "h" else 1
+    forms = [(*array.shape[:number], *array.shape[number + 1 :], array.dtype) for array in arrays]
+    for name, array, form in zip(names, arrays, forms, strict=True):
+        if form != forms[0]:
+            split = "heads" if axis == "h" else "tokens"
+            expected = f"{describe(arrays[0])} but for its {split}, as {names[0]}"
             raise argument_error("sources", expected, f"{describe(array)} in {name}")
-    return np.ascontiguousarray(np.concatenate(arrays, 2))
+    return np.ascontiguousarray(np.concatenate(arrays, number))

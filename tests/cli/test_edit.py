@@ -21,6 +21,9 @@ EDITS = {  # the options; the same in Python, with rotation r
         cache.shift(0, None, 5, r), cache.remove(0, 7), cache.divide(7, None, 2, r)
     ),
     "--shift 0::5 --rope none": lambda cache, r: cache.shift(0, None, 5, "none"),
+    "--append chat.npz --remove 3:9 --rope config.json": lambda cache, r: (
+        cache.append(load("chat.npz"), rope=r), cache.remove(3, 9)
+    ),
 }  # fmt: skip
 
 MIXED = ("mixed", "--remove 4:10 --close --rope config.json"), ("mixed", "--shift 0::5 --rope none")
@@ -66,6 +69,11 @@ def test_changes_are_done_in_order(name, options, folder, rng):
 REFUSED = {
     "chat.npz -o out.npz": "expected a change",
     "chat.npz --remove 1:2": "and -o OUT",
+    "chat.npz --append chat.npz -o out.npz": "--rope: expected how keys were rotated",
+    "chat.npz --append mixed.npz --rope none -o out.npz": "other: expected a layer of one kind and format",
+    "chat.npz --append other.npz -o out.npz": "kvkit edit takes files of Cache.save",
+    "chat.npz --append pages.npz -o out.npz": "got sequences in blocks",
+    "chat.npz --append none.npz -o out.npz": "none.npz",
     "chat.npz --remove 1:2 -o out.safetensors": "saved as .npz",
     "chat.npz --remove x -o out.npz": "--remove x: expected BEGIN:END",
     "chat.npz --remove 1:2:3 -o out.npz": "--remove 1:2:3: expected BEGIN:END",

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkit import files, tools
+from kvkit.cache import DynamicCache
 from kvkit.errors import KvkitError
 from kvkit.files import Contents, Description
 from kvkit_cli.main import main
@@ -133,3 +134,42 @@ def test_the_command_line(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 2}))
     shown = CliRunner().invoke(main, ["convert", *names, str(back), "--axis", "h", "--to", "hf", *model])
     assert "expected ranks with the 2 key heads of the model" in shown.stderr
+
+
+LINE = "| l b n h c"
+
+
+def test_parts_of_a_prompt_are_joined_along_tokens(tmp_path):
+    keys, values = whole(2)
+    for layout in ("hf", "l | b n h c kv"):
+        parts = [
+            {"key": keys[:, :, begin:end], "value": values[:, :, begin:end]}
+            for begin, end in ((0, 4), (4, 5), (5, N))
+        ]
+        queries = np.arange(2 * 2 * D, dtype=np.float32).reshape(1, 1, 2, 2, D)
+        joined = tools.join([*parts[:2], parts[2] | {"query": queries}], axis="n", layout=LINE)
+        np.testing.assert_array_equal(joined.arrays["query"], queries)
+        first = [parts[0] | {"query": queries}, *parts[1:]]
+        assert "query" not in tools.join(first, axis="n", layout=LINE).arrays
+        assert "keys are as they were" in joined.notes[-1]
+        found = tools.convert(joined, None, to_layout=layout)
+        wanted = tools.convert({"key": keys, "value": values}, None, from_layout=LINE, to_layout=layout)
+        for name, array in wanted.arrays.items():
+            np.testing.assert_array_equal(np.asarray(found.arrays[name]), np.asarray(array))
+
+
+def test_what_has_positions_is_not_joined_along_tokens(tmp_path):
+    keys, values = whole(2)
+    plain = {"key": keys, "value": values}
+    with pytest.raises(KvkitError, match=r"sources: expected .* but for its tokens"):
+        tools.join([plain, {"key": keys[..., :1, :], "value": values[..., :1, :]}], axis="n", layout=LINE)
+    with pytest.raises(KvkitError, match=r"without tables or positions .* got positions in"):
+        tools.join([plain | {"positions": np.arange(N)}] * 2, axis="n", layout=LINE)
+    cache = DynamicCache(1, rope="none")
+    cache.update(keys, values, 0)
+    cache.remove(2, 4)
+    cache.save(tmp_path / "moved.npz")
+    with pytest.raises(KvkitError, match=r"kvkit edit --append\), got layers.0.positions in"):
+        tools.join([tmp_path / "moved.npz"] * 2, axis="n")
+    with pytest.raises(KvkitError, match="axis: expected 'h', the heads, or 'n', the tokens"):
+        tools.join([plain], axis="b")
