@@ -21,7 +21,9 @@ from kvkit.layouts.views import KV
 from kvkit.tools.contents import Source
 from kvkit.tools.source import LINE, TABLE_PREFIXES, CacheSource, leaves, parse_layout
 
-KEYS_STAY = "keys are as they were: right if each part was read behind those before it (else: Cache.append)"
+NOTES_OF_PARTS: tuple[str, ...] = (
+    "keys are as they were: right if each part was read behind those before it (else: Cache.append)",
+)
 QUERY = "query"  # [layers, sequences, last tokens, heads, dim]
 
 
@@ -93,7 +95,7 @@ def join(
             raise argument_error("sources", f"equal {tables_differ[0]}", f"others in {rank.name}")
     names, views = [rank.name for rank in ranks], [rank.require_view() for rank in ranks]
     if axis == "n":
-        chosen, notes = [*range(len(views))], (KEYS_STAY,)
+        chosen, notes = [*range(len(views))], NOTES_OF_PARTS
     else:
         chosen, notes = ranks_without_copies(names, views, num_kv_heads)
     cache = [
