@@ -19,6 +19,7 @@ from tile_scenes import HAVE_TILES, forms, needs_pairs, use_tiles
 import kvkit
 from kvkit.cpu import machine
 from kvkit.cpu.attention import prepare
+from kvkit.cpu.simd import tile_products
 from kvkit.runtime.arrays import zeros
 
 pytestmark = pytest.mark.cpu
@@ -149,12 +150,16 @@ def test_tiles_are_used_where_they_fit(form, rng, monkeypatch):
     """Otherwise the other tests would prove nothing."""
     used = []
     engine = prepare.wide_tiles.engine
-    monkeypatch.setattr(prepare.wide_tiles, "engine", lambda *given: used.append(given[0]) or engine(*given))
-    for dim, expected in (64, [form == machine.MEMORY]), (48, []):
+    monkeypatch.setattr(prepare.wide_tiles, "engine", lambda *given: used.append(given[:2]) or engine(*given))
+    codes = Formats("bf16", "int8", "fp16", 8, 32)
+    for call, terms in (
+        (static(rng, BF16, 0, 40, dim=64), "BFLOAT16"), (static(rng, FP16, 0, 40, dim=64), "FLOAT16"),
+        (dynamic_cache(rng, codes, [(0, 40)], dim=64), "CODES"), (static(rng, BF16, 0, 40, dim=48), None),
+    ):  # fmt: skip
         prepare.engines.cache_clear()
         use_tiles(monkeypatch, form)
-        static(rng, BF16, 0, 40, dim=dim).run()
-        assert used == expected
+        call.run()
+        assert used == ([(form == machine.MEMORY, getattr(tile_products, terms))] if terms else [])
         used.clear()
 
 

@@ -236,8 +236,7 @@ def reading(form):
     in_tiles = pairs and not (widens or decoder)
     in_tiles = in_tiles and narrow_tiles.fits(form.cache_formats, dims)
     whole = all(padded(dim) % tile_products.STEP == 0 for dim in dims)
-    # Tiles would round code * scale to bfloat16, which is too coarse beside calls of few rows.
-    fits = form.pairs and whole and (pairs or in_halves(form))
+    fits = form.pairs and whole and (pairs or terms(form) != tile_products.BFLOAT16)
     large, few_rows = (form.tiles if allowed else None for allowed in (fits, in_tiles))
     return Reading(rounds, exact, widens, pairs, width, large, few_rows)
 
@@ -249,9 +248,12 @@ def as_is(form, i, element="bfloat16"):
     return is_element and not form.spread and dim % tile_products.STEP == 0
 
 
-def in_halves(form):
-    """Return whether tiles multiply queries, keys and values of float16."""
-    return form.data == "float16" and as_is(form, 0, "float16") and as_is(form, 1, "float16")
+def terms(form):
+    """Return the terms of bfloat16 in which tiles multiply numbers of a form: one unless more are needed."""
+    if form.data == "float16" and as_is(form, 0, "float16") and as_is(form, 1, "float16"):
+        return tile_products.FLOAT16
+    coded = form.data == "bfloat16" and form.scale is not None and form.decoder is None
+    return tile_products.CODES if coded else tile_products.BFLOAT16
 
 
 def fits_bfloat16(form):
@@ -332,7 +334,8 @@ def lead_tokens(form, tile_rows, block, distances):
 def code_fields(form):
     """Return the fields of machine code that converts rows."""
     read = reading(form)
-    direction = row_direction(form)
+    # Rows are decoded as a load does, or without rounding code * scale.
+    direction = LOAD if read.exact or form.scale in (None, "float32") else READ
     target = form.data if read.rounds else "float32"
     keys, values = (
         form.decoder.to_float
@@ -347,17 +350,11 @@ def code_fields(form):
     }  # fmt: skip
 
 
-def row_direction(form):
-    """Return whether rows are decoded as a load does, or without rounding code * scale."""
-    return LOAD if reading(form).exact or form.scale in (None, "float32") else READ
-
-
 def rows_to_bfloat16(form):
     """Return the addresses of the code that makes bfloat16 of keys and of values."""
     if form.decoder:
         return [form.decoder.to_bfloat16] * 2
-    direction = row_direction(form)
-    return [rows(direction, "bfloat16", side, form.scale, form.group).address for side in form.cache_formats]
+    return [rows(LOAD, "bfloat16", side).address for side in form.cache_formats]
 
 
 def workspace_fields(form, block, lead):
@@ -429,7 +426,7 @@ def fill_engines(params, form):
     """Write the address of the table of engines for the kinds of tiles that a scheduled call has."""
     tiles, several = int(params[FIELD["tiles"]]), params[FIELD["group"]] > NARROW
     params[FIELD["engines"]], _ = engines(form, tiles, prefetching.distances(), bool(several))
-    if tiles & WIDE and (reading(form).pairs or reading(form).tiles) and not in_halves(form):
+    if tiles & WIDE and reading(form).pairs:
         params[FIELD["keys.to_bfloat16"]], params[FIELD["values.to_bfloat16"]] = rows_to_bfloat16(form)
 
 
@@ -446,10 +443,9 @@ def engines(form, tiles, distances, several):
         if tiles & tile_rows
     }
     if tiles & WIDE and (read.pairs or read.tiles):
-        halves = read.tiles is not None and in_halves(form)
         whole = form.dim % tile_products.STEP == 0, as_is(form, 0), as_is(form, 1)
         chosen[SPECIAL_ENGINE] = (
-            wide_tiles.engine(read.tiles == machine.MEMORY, halves, *whole)
+            wide_tiles.engine(read.tiles == machine.MEMORY, terms(form), *whole)
             if read.tiles
             else bfloat16_pairs.engine()
         )

@@ -10,10 +10,12 @@ elements) by 32 rows, 4 and 5 are A, 6 and 7 are B.
 
 A float16 number is the sum of two terms of bfloat16, exactly: x = x0 + x1, where x0 is x rounded to 8 bits.
 So scores have four products for each one, whose sums are those of float32. Weights have two terms too, of 16
-bits in all; sums leave x1 y1 out, which is below 2^-16 of the whole.
+bits in all; sums leave x1 y1 out, which is below 2^-16 of the whole. Two terms of a float32, as of a code
+times its scale, hold 16 bits; queries and weights beside them have one, as over rows of bfloat16.
 """
 
 import functools
+from typing import NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -36,6 +38,7 @@ from kvkit.cpu.simd.lanes import (
 )
 from kvkit.cpu.simd.pairs import PAIRED, bfloat16_pairs, interleave
 from kvkit.cpu.simd.tiles import ROW, ROWS, Tiles
+from kvkit.formats.elements import BY_NAME
 
 STEP = 2 * ROWS  # tokens, or elements, of a step
 LAZY, LOG2E, LN2 = 8.0, 1.4426950408889634, 0.6931471805599453
@@ -53,17 +56,31 @@ def state(in_memory, step):
     return state
 
 
-SCORES, SUMS = ((0, 0), (0, 1), (1, 0), (1, 1)), ((0, 0), (0, 1), (1, 0))  # terms of A and B, of float16
+class Terms(NamedTuple):
+    """The terms of bfloat16 that hold a number: of keys and values, and of queries and weights."""
+
+    rows: int
+    queries: int
+    element: str  # of keys and values before they are split into terms
+
+    def products(self, most: int) -> list[tuple[int, int]]:
+        """Return the terms (of A, of B) that are multiplied: all whose numbers add up to at most `most`."""
+        return [(i, j) for i in range(self.rows) for j in range(self.queries) if i + j <= most]
 
 
-def read_term(b, address, term):
-    """Read 32 numbers as bfloat16: a term of numbers of float16, or, if it is None, bfloat16 as it is."""
-    if term is None:
+BFLOAT16, FLOAT16 = Terms(1, 1, "bfloat16"), Terms(2, 2, "float16")
+CODES = Terms(2, 1, "float32")
+
+
+def read_term(b, address, element, term):
+    """Read 32 numbers of an element as bfloat16: one of their terms."""
+    if element == "bfloat16":
         return read(b, address, I16, 2 * LANES)
-    x = read(b, address, F16, 2 * LANES).cast("fpext", F32)
+    x = read(b, address, F32 if element == "float32" else F16, 2 * LANES)
+    x = x if element == "float32" else x.cast("fpext", F32)
     first = rounded(x)
-    bits = (x - first if term else first).as_bits()
-    return (bits >> 16).cast("trunc", I16)
+    part = rounded(x - first) if term else first
+    return (part.as_bits() >> 16).cast("trunc", I16)
 
 
 def rounded(x):
@@ -71,14 +88,10 @@ def rounded(x):
     return (x.as_bits().plus(0x8000) & 0xFFFF0000).cast("bitcast", F32)
 
 
-def terms_of(halves):
-    """Return the terms of numbers that are read."""
-    return (0, 1) if halves else (None,)
-
-
 @functools.cache
-def pack_queries(halves):
-    """Return the micro-kernel that packs query rows as B."""
+def pack_queries(terms):
+    """Return the micro-kernel that packs query rows of bfloat16, or of float16 in two terms, as B."""
+    element = "float16" if terms.queries == 2 else "bfloat16"
 
     @micro_kernel
     def pack_queries(b, addresses, live, dim, target):
@@ -90,10 +103,11 @@ def pack_queries(halves):
                 row = I64(LANES * half + r)
                 inside.append(b.icmp_signed("<=", row, last))
                 rows.append(lanes.row_id_at(b, addresses, b.select(inside[r], row, last)))
-            for number, term in enumerate(terms_of(halves)):
-                to_term = b.add(target, b.mul(dim, I64(number * PAIRED // 2)))
+            for term in range(terms.queries):
+                to_term = b.add(target, b.mul(dim, I64(term * PAIRED // 2)))
                 with loop(b, dim, STEP) as i:
-                    words = [read_term(b, b.add(row, b.mul(i, I64(2))), term).as_bits() for row in rows]
+                    places = [b.add(row, b.mul(i, I64(2))) for row in rows]
+                    words = [read_term(b, at, element, term).as_bits() for at in places]
                     words = [Lanes(b, b.select(inside[r], x.value, x.of(0))) for r, x in enumerate(words)]
                     to = b.add(to_term, b.add(b.mul(i, I64(PAIRED // 2)), I64(ROW * half)))
                     for k, column in enumerate(transposed_vectors(words)):
@@ -102,19 +116,26 @@ def pack_queries(halves):
     return pack_queries
 
 
-@micro_kernel
-def split_rows(b, addresses, count, dim, target, size):
-    """Write rows of float16 as rows of term 0 [tokens, dim], and `size` bytes further on those of term 1."""
-    with loop(b, count) as t:
-        row, to = lanes.row_id_at(b, addresses, t), b.add(target, b.mul(b.mul(t, dim), I64(2)))
-        with loop(b, dim, STEP) as i:
-            offset = b.mul(i, I64(2))
-            for term, place in enumerate((to, b.add(to, size))):
-                write(b, b.add(place, offset), read_term(b, b.add(row, offset), term))
+@functools.cache
+def split_rows(terms):
+    """Return the micro-kernel that splits rows into two terms."""
+    element_bytes = BY_NAME[terms.element].dtype.itemsize
+
+    @micro_kernel
+    def split_rows(b, addresses, count, dim, target, between):
+        """Write term 0 of rows [tokens, dim], and `between` bytes further on term 1."""
+        with loop(b, count) as t:
+            row, to = lanes.row_id_at(b, addresses, t), b.add(target, b.mul(b.mul(t, dim), I64(2)))
+            with loop(b, dim, STEP) as i:
+                at, offset = b.add(row, b.mul(i, I64(element_bytes))), b.mul(i, I64(2))
+                for term, place in enumerate((to, b.add(to, between))):
+                    write(b, b.add(place, offset), read_term(b, at, terms.element, term))
+
+    return split_rows
 
 
 @functools.cache
-def scores(in_memory, halves):
+def scores(in_memory, terms):
     """Return the micro-kernel of S = K Q^T."""
 
     @micro_kernel
@@ -127,13 +148,13 @@ def scores(in_memory, halves):
         """
         tiles = Tiles(b, in_memory=in_memory)
         with loop(b, count, STEP) as t:
-            add_scores(b, tiles, queries, groups, key_term, t, dim, halves, (ahead, each))
+            add_scores(b, tiles, queries, groups, key_term, t, dim, terms, (ahead, each))
             store_scores(b, tiles, target, t)
 
     return scores
 
 
-def add_scores(b, tiles, queries, groups, key_term, t, dim, halves, prefetches, between=None):
+def add_scores(b, tiles, queries, groups, key_term, t, dim, terms, prefetches, between=None):
     """Compute scores of 32 tokens from t on in tiles 0 to 3.
 
     `between`(i, number of a product) emits what stands between the products of elements i of the first terms.
@@ -143,7 +164,7 @@ def add_scores(b, tiles, queries, groups, key_term, t, dim, halves, prefetches, 
     keys = keys_at(b, groups, t)
     ahead, each = prefetches
     first_row = b.mul(b.sdiv(t, I64(STEP)), each)
-    for key, query in SCORES if halves else SCORES[:1]:
+    for key, query in terms.products(2):
         of_query = b.add(queries, b.mul(dim, I64(query * PAIRED // 2)))
         with loop(b, dim, STEP) as i:
             offset = b.add(b.mul(i, I64(2)), b.mul(key_term, I64(key)))
@@ -169,19 +190,19 @@ def store_scores(b, tiles, target, t):
 
 
 @functools.cache
-def sums(in_memory, halves):
+def sums(in_memory, terms):
     """Return the micro-kernel of O = O + V^T P."""
 
     @micro_kernel
     def sums(b, weights, values, tokens, count, dim, target):
         """Add the first `count` of the block's `tokens` to O [dim, WIDE]; 32 divides all three."""
         tiles, size = Tiles(b, in_memory=in_memory), b.mul(tokens, I64(2 * ROWS))
-        value_term, row = b.mul(b.mul(tokens, dim), I64(2)), weight_row(halves)
+        value_term, row = b.mul(b.mul(tokens, dim), I64(2)), weight_row(terms)
         with loop(b, dim, STEP) as i:
             places = corners(b, b.add(target, b.mul(i, I64(PAIRED))))
             for tile, place in enumerate(places):
                 tiles.load(tile, place, PAIRED)
-            for value, weight in SUMS if halves else SUMS[:1]:
+            for value, weight in terms.products(1):
                 strip = b.add(values, b.add(b.mul(b.lshr(i, I64(4)), size), b.mul(value_term, I64(value))))
                 of_weight = b.add(weights, I64(PAIRED * weight))
                 with loop(b, count, STEP) as t:
@@ -194,9 +215,9 @@ def sums(in_memory, halves):
     return sums
 
 
-def weight_row(halves):
+def weight_row(terms):
     """Return the bytes of the weights of two tokens."""
-    return 2 * PAIRED if halves else PAIRED
+    return terms.queries * PAIRED
 
 
 def four_products(b, tiles, rows, x, between=None):
@@ -225,27 +246,29 @@ def corners(b, at):
 
 
 @functools.cache
-def transpose_values(halves):
+def transpose_values(terms):
     """Return the micro-kernel that makes A of values."""
+    element_bytes = BY_NAME[terms.element].dtype.itemsize
 
     @micro_kernel
-    def transpose_values(b, addresses, count, dim, target):
+    def transpose_values(b, addresses, count, tokens, dim, target):
         """Write rows of values as tiles [dim / 16][tokens / 32] of [16 elements, 32 tokens]; then term 1.
 
-        Zeros follow the last of `count` tokens, up to whole tiles; 32 divides `dim`. Rows are at `addresses`.
+        Zeros follow the last of `count` tokens, up to whole tiles; 32 divides `tokens` and `dim`. Rows are at
+        `addresses`.
         """
-        tokens, last = b.and_(b.add(count, I64(STEP - 1)), I64(-STEP)), b.sub(count, I64(1))
-        size = b.mul(tokens, I64(2 * ROWS))
-        with loop(b, tokens, STEP) as t:
+        last, size = b.sub(count, I64(1)), b.mul(tokens, I64(2 * ROWS))
+        with loop(b, b.and_(b.add(count, I64(STEP - 1)), I64(-STEP)), STEP) as t:
             rows, inside = [], []
             for k in range(STEP):
                 token = b.add(t, I64(k))
                 inside.append(b.icmp_signed("<=", token, last))
                 rows.append(lanes.row_id_at(b, addresses, b.select(inside[k], token, last)))
-            for number, term in enumerate(terms_of(halves)):
-                to_term = b.add(target, b.mul(b.mul(tokens, dim), I64(2 * number)))
+            for term in range(terms.rows):
+                to_term = b.add(target, b.mul(b.mul(tokens, dim), I64(2 * term)))
                 with loop(b, dim, STEP) as i:
-                    values = [read_term(b, b.add(row, b.mul(i, I64(2))), term) for row in rows]
+                    places = [b.add(row, b.mul(i, I64(element_bytes))) for row in rows]
+                    values = [read_term(b, at, terms.element, term) for at in places]
                     values = [Lanes(b, b.select(inside[k], x.value, x.of(0))) for k, x in enumerate(values)]
                     to = b.add(to_term, b.add(b.mul(b.lshr(i, I64(4)), size), b.mul(t, I64(2 * ROWS))))
                     write_columns(b, values, to, size)
@@ -302,8 +325,8 @@ def grow_maximum(b, scores, count, m_at, l_at, sums, dim, scale):
 class TileWeights:
     """Emits P = 2^(c S - m) in place of S, in pairs of tokens, [tokens / 2, term, WIDE, 2], and l."""
 
-    def __init__(self, b, scores, m_at, l_at, scale, halves):
-        self.b, self.scores, self.l_at, self.halves = b, scores, l_at, halves
+    def __init__(self, b, scores, m_at, l_at, scale, terms):
+        self.b, self.scores, self.l_at, self.terms = b, scores, l_at, terms
         self.c = lanes.broadcast(b, scale, LANES) * LOG2E
         self.m = [read(b, b.add(m_at, I64(ROW * half)), F32, LANES).max(LOWEST) for half in range(2)]
         self.l = StackSlots(b, [read(b, b.add(l_at, I64(ROW * half)), F32, LANES) for half in range(2)])
@@ -319,11 +342,11 @@ class TileWeights:
             ]
             self.l[half] = self.l[half] + (pair[0] + pair[1])
             packed.append([bfloat16_pairs(*pair)])
-            if self.halves:
+            if self.terms.queries == 2:
                 first = [rounded(x) for x in pair]
                 rest = [x - y for x, y in zip(pair, first, strict=True)]
                 packed[half] = [bfloat16_pairs(*first), bfloat16_pairs(*rest)]
-        to = b.add(self.scores, b.mul(t, I64(weight_row(self.halves) // 2)))
+        to = b.add(self.scores, b.mul(t, I64(weight_row(self.terms) // 2)))
         for half, terms in enumerate(packed):
             for term, vector in enumerate(terms):
                 write(b, b.add(to, I64(PAIRED * term + ROW * half)), vector)
@@ -335,13 +358,13 @@ class TileWeights:
 
 
 @functools.cache
-def weights(halves):
+def weights(terms):
     """Return the micro-kernel of P = 2^(c S - m)."""
 
     @micro_kernel
     def weights(b, scores, count, m_at, l_at, scale):
         """Replace S by P, in pairs of tokens, and update l; 32 divides `count`."""
-        p = TileWeights(b, scores, m_at, l_at, scale, halves)
+        p = TileWeights(b, scores, m_at, l_at, scale, terms)
         with loop(b, count, 2) as t:
             p.two_tokens(t)
         p.write_sums()
@@ -350,7 +373,7 @@ def weights(halves):
 
 
 @functools.cache
-def weights_and_scores(in_memory, halves):
+def weights_and_scores(in_memory, terms):
     """Return the micro-kernel of `weights` of a tile and `scores` of the next one, step by step.
 
     So vectors are computed while the processor multiplies tiles.
@@ -360,7 +383,7 @@ def weights_and_scores(in_memory, halves):
     def weights_and_scores(
         b, scores, count, m_at, l_at, scale, queries, groups, key_term, dim, target, ahead, each
     ):  # fmt: skip
-        p, tiles = TileWeights(b, scores, m_at, l_at, scale, halves), Tiles(b, in_memory=in_memory)
+        p, tiles = TileWeights(b, scores, m_at, l_at, scale, terms), Tiles(b, in_memory=in_memory)
         with loop(b, count, STEP) as t:
 
             def weigh(i, number, t=t):
@@ -368,7 +391,7 @@ def weights_and_scores(in_memory, halves):
                 with b.if_then(b.icmp_signed("<", first, I64(STEP))):
                     p.two_tokens(b.add(t, b.add(first, I64(2 * number))))
 
-            add_scores(b, tiles, queries, groups, key_term, t, dim, halves, (ahead, each), weigh)
+            add_scores(b, tiles, queries, groups, key_term, t, dim, terms, (ahead, each), weigh)
             begin = b.lshr(dim, I64(2))
             with loop(b, b.sub(I64(STEP), begin), 2) as k:
                 p.two_tokens(b.add(t, b.add(begin, k)))

@@ -1,4 +1,4 @@
-"""The wide engine of bfloat16, and of float16, on processors with tiles (AMX).
+"""The wide engine of bfloat16, of float16 and of codes on processors with tiles (AMX).
 
     S = K Q^T                          [tokens, rows], queries [dim / 2, rows, 2]
     P = 2^(c S - m), O = O alpha + P V [dim, rows], weights [tokens / 2, rows, 2]
@@ -7,7 +7,8 @@ Tiles of keys are loaded from the cache where 16 rows lie closely together, at c
 copied first, once for all tiles of the block. Values are transposed, once, from where they lie. m is in
 powers of 2 until the work item ends (see `tile_products`).
 
-Numbers of float16 are two terms of bfloat16 each: keys and values of a block are split when they are copied.
+Numbers of float16, and codes times their scales, are two terms of bfloat16 each: keys and values of a block
+are split when they are copied.
 """
 
 import functools
@@ -39,12 +40,12 @@ get_float, put_float = memory.load(types.float32), memory.store(types.float32)
 
 
 @functools.cache
-def paired_queries(in_memory, halves, whole):
+def paired_queries(in_memory, terms, whole):
     """Compile the load of queries as pairs of bfloat16, which opens the thread's tiles.
 
     Rows of the call are read as they are if they are `whole` steps, else converted from float32.
     """
-    open_tiles, pack = tile_products.state(in_memory, "open"), tile_products.pack_queries(halves)
+    open_tiles, pack = tile_products.state(in_memory, "open"), tile_products.pack_queries(terms)
 
     def paired_queries(params_address, block_address, tile_address):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
@@ -60,7 +61,7 @@ def paired_queries(in_memory, halves, whole):
             r += count
         pack(addresses, tile.live, dim, tile.engine_queries)
 
-    return step_code(paired_queries, ("queries", in_memory, halves, whole))
+    return step_code(paired_queries, ("queries", in_memory, terms, whole))
 
 
 @functools.cache
@@ -84,7 +85,7 @@ def load(keys_as_is, values_as_is):
 
     A side that is as it is in the cache has whole rows of bfloat16; others are converted.
     """
-    transpose = tile_products.transpose_values(False)
+    transpose = tile_products.transpose_values(tile_products.BFLOAT16)
 
     def load(params_address, block_address, tile_address):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
@@ -102,7 +103,7 @@ def load(keys_as_is, values_as_is):
             load_rows(values.to_bfloat16, values, block, tile.head, block.value_row_ids,
                       target=rows, target_row=2 * dim, element=2)  # fmt: skip
             attention.write_sequence(rows, 2 * dim, block.count, addresses)
-        transpose(addresses, block.count, dim, block.wide_values)
+        transpose(addresses, block.count, whole(block.count), dim, block.wide_values)
         if block.values_in_keys:  # latent rows are long
             find_next_rows(params, block, tile.head)
 
@@ -112,7 +113,8 @@ def load(keys_as_is, values_as_is):
 @functools.cache
 def load_halves():
     """Compile the load of a block of float16: both terms of keys are copied, those of values transposed."""
-    transpose = tile_products.transpose_values(True)
+    split = tile_products.split_rows(tile_products.FLOAT16)
+    transpose = tile_products.transpose_values(tile_products.FLOAT16)
 
     def load_halves(params_address, block_address, tile_address):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
@@ -121,16 +123,53 @@ def load_halves():
         rows, _ = rows_of_head(keys, block, tile.head)
         attention.addresses(rows, keys.row, block.key_row_ids, block.count, addresses)
         size = term_bytes(block, keys)
-        tile_products.split_rows(addresses, block.count, keys.padded_dim, block.wide_keys, size)
+        split(addresses, block.count, keys.padded_dim, block.wide_keys, size)
         list_copied_keys(block, 2 * keys.padded_dim)
         if not block.values_in_keys:
             rows, _ = rows_of_head(values, block, tile.head)
             attention.addresses(rows, values.row, block.value_row_ids, block.count, addresses)
-        transpose(addresses, block.count, values.padded_dim, block.wide_values)
+        transpose(addresses, block.count, whole(block.count), values.padded_dim, block.wide_values)
         if block.values_in_keys:
             find_next_rows(params, block, tile.head)
 
     return step_code(load_halves, ("load halves",))
+
+
+@functools.cache
+def load_codes():
+    """Compile the load of a block of codes: 32 rows at a time are decoded, then split into terms as above."""
+    split = tile_products.split_rows(tile_products.CODES)
+    transpose = tile_products.transpose_values(tile_products.CODES)
+
+    def load_codes(params_address, block_address, tile_address):
+        params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
+        keys, values, addresses = params.keys, params.values, block.value_addresses
+        block.scored = 0
+        size, tokens = term_bytes(block, keys), whole(block.count)
+        for begin in range(0, block.count, tile_products.STEP):
+            count = decode_rows(params, block, tile, keys, block.key_row_ids, begin)
+            split(addresses, count, keys.padded_dim, block.wide_keys + 2 * keys.padded_dim * begin, size)
+        for begin in range(0, block.count, tile_products.STEP):
+            count = decode_rows(params, block, tile, values, block.value_row_ids, begin)
+            transpose(addresses, count, tokens, values.padded_dim, block.wide_values + 2 * ROWS * begin)
+        list_copied_keys(block, 2 * keys.padded_dim)
+        if block.values_in_keys:
+            find_next_rows(params, block, tile.head)
+
+    return step_code(load_codes, ("load codes",))
+
+
+@helper
+def decode_rows(params, block, tile, side, row_ids, begin):
+    """Decode up to 32 rows of codes to float32, list their addresses, and return their number."""
+    lines, row = block.workspace + params.workspace.lines, 4 * side.padded_dim
+    end = min(begin + tile_products.STEP, block.count)
+    if side.dim < side.padded_dim:
+        attention.clear(lines, tile_products.STEP * side.padded_dim)
+    load_range(side.to_float, side, block, tile.head, row_ids, begin, end=end,
+               target=lines - begin * row, target_row=row, element=4)  # fmt: skip
+    attention.write_sequence(lines, row, end - begin, block.value_addresses)
+    return end - begin
 
 
 @helper
@@ -191,9 +230,9 @@ def scaled_in_softmax(params, tile):
 
 
 @functools.cache
-def scores(in_memory, halves):
+def scores(in_memory, terms):
     """Compile S = K Q^T, times the scale unless the softmax multiplies with it."""
-    multiply = tile_products.scores(in_memory, halves)
+    multiply = tile_products.scores(in_memory, terms)
 
     def scores(params_address, block_address, tile_address):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
@@ -206,17 +245,17 @@ def scores(in_memory, halves):
         if not scaled_in_softmax(params, tile):
             attention.scale_by(tile.scores, tile.scores, tile.count * WIDE, tile.factor)
 
-    return step_code(scores, ("scores", in_memory, halves))
+    return step_code(scores, ("scores", in_memory, terms))
 
 
 @functools.cache
-def sums(in_memory, halves):
+def sums(in_memory, terms):
     """Compile the softmax and O = O alpha + P V; scores are overwritten.
 
     Between the softmax's steps the scores of the next tile are multiplied, if both see all of the block.
     """
-    multiply, weigh = tile_products.sums(in_memory, halves), tile_products.weights(halves)
-    weigh_and_score = tile_products.weights_and_scores(in_memory, halves)
+    multiply, weigh = tile_products.sums(in_memory, terms), tile_products.weights(terms)
+    weigh_and_score = tile_products.weights_and_scores(in_memory, terms)
 
     def sums(params_address, block_address, tile_address):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
@@ -238,7 +277,7 @@ def sums(in_memory, halves):
             weigh(tile.scores, whole(tile.count), tile.m, tile.l, scale)
         multiply(tile.scores, block.wide_values, whole(block.count), whole(tile.count), dim, tile.o)
 
-    return step_code(sums, ("sums", in_memory, halves))
+    return step_code(sums, ("sums", in_memory, terms))
 
 
 @helper
@@ -255,16 +294,16 @@ def whole(count):
     return -(-count // tile_products.STEP) * tile_products.STEP
 
 
-def engine(in_memory, halves, whole_queries, keys_as_is, values_as_is):
+def engine(in_memory, terms, whole_queries, keys_as_is, values_as_is):
     """Return the engine of tiles, by the processor's instructions or `in_memory`.
 
-    With `halves` all numbers are float16, in whole steps. Else `whole_queries` says that queries are whole
-    steps of bfloat16, and `.._as_is` that rows of the cache are.
+    `whole_queries` says that queries are whole steps of the call's format, `.._as_is` that rows of the cache
+    are whole steps of bfloat16.
     """
-    loads = load_halves() if halves else load(keys_as_is, values_as_is)
+    loads = {tile_products.FLOAT16: load_halves, tile_products.CODES: load_codes}.get(terms)
     return {
-        "queries": paired_queries(in_memory, halves, whole_queries).address, "reads_queries": whole_queries,
-        "load": loads.address, "scores": scores(in_memory, halves).address,
-        "sums": sums(in_memory, halves).address, "finish": finish(in_memory).address,
-        "softmax": True, "scales_scores": True,
+        "queries": paired_queries(in_memory, terms, whole_queries).address, "reads_queries": whole_queries,
+        "load": (loads() if loads else load(keys_as_is, values_as_is)).address,
+        "scores": scores(in_memory, terms).address, "sums": sums(in_memory, terms).address,
+        "finish": finish(in_memory).address, "softmax": True, "scales_scores": True,
     }  # fmt: skip
