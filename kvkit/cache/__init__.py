@@ -8,6 +8,7 @@ from kvkit.cache.compression import CompressionReport
 from kvkit.cache.constructors import DynamicCache, QuantizedCache, StaticCache
 from kvkit.cache.from_configuration import from_config
 from kvkit.cache.layers.chunked import ChunkedLayer, StaticChunkedLayer
+from kvkit.cache.layers.compressed import CompressedLayer
 from kvkit.cache.layers.dynamic import DynamicLayer, StaticLayer
 from kvkit.cache.layers.gated_delta import GatedDeltaLayer
 from kvkit.cache.layers.latent import IndexedLayer, LatentLayer
@@ -26,11 +27,11 @@ from kvkit.cache.stores.view import KVView
 from kvkit.errors import CapacityError
 
 __all__ = [
-    "BlockAllocator", "Cache", "CapacityError", "ChunkedLayer", "CompressionReport", "DynamicCache",
-    "DynamicLayer", "GatedDeltaLayer", "IndexedLayer", "KVView", "LatentLayer", "OutOfBlocksError",
-    "PagedCache", "PagedLayer", "PagedStep", "QuantSpec", "QuantizedCache", "QuantizedLayer",
-    "RaggedLayer", "Sequence", "SharedLayer", "SlidingWindowLayer", "StateLayer", "StatePool",
-    "StaticCache", "StaticChunkedLayer", "StaticLayer", "StaticSlidingWindowLayer", "Step",
+    "BlockAllocator", "Cache", "CapacityError", "ChunkedLayer", "CompressedLayer", "CompressionReport",
+    "DynamicCache", "DynamicLayer", "GatedDeltaLayer", "IndexedLayer", "KVView", "LatentLayer",
+    "OutOfBlocksError", "PagedCache", "PagedLayer", "PagedStep", "QuantSpec", "QuantizedCache",
+    "QuantizedLayer", "RaggedLayer", "Sequence", "SharedLayer", "SlidingWindowLayer", "StateLayer",
+    "StatePool", "StaticCache", "StaticChunkedLayer", "StaticLayer", "StaticSlidingWindowLayer", "Step",
     "from_config", "load",
 ]  # fmt: skip
 __dir__ = __all__.copy  # modules are not listed

@@ -88,15 +88,20 @@ class Cache(BaseCache):
     # Adding tokens
 
     def update(
-        self, key_states: Array, value_states: Array, layer_idx: int, cache_position: ArrayLike | None = None
+        self,
+        key_states: Array,
+        value_states: Array,
+        layer_idx: int,
+        cache_position: ArrayLike | None = None,
+        **options: Any,
     ) -> tuple[States, States]:
-        """Append new tokens to layer ``layer_idx``, see `DynamicLayer.update`.
+        """Append new tokens to layer ``layer_idx``, see the ``update`` of layers.
 
         If a layer has no room, earlier layers already have their tokens. Call `reserve` first to avoid this.
         """
         with self._lock:
             layer = self._layer(layer_idx)
-            states = layer.update(key_states, value_states, cache_position)
+            states = layer.update(key_states, value_states, cache_position, **options)
             if layer is not self._latest:
                 self._enter(layer, layer_idx)
             return states

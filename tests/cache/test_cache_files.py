@@ -127,8 +127,9 @@ def test_legacy_form_of_other_layers():
 def test_every_kind_is_saved():
     from kvkit.cache.layers.kinds import KINDS as FILED
 
-    assert len(FILED) == len(KINDS) + 7  # quantized ones; the others have tests of their own
+    assert len(FILED) == len(KINDS) + 8  # quantized ones; the others have tests of their own
     more = LatentLayer(), IndexedLayer(LatentLayer()), RaggedLayer(), GatedDeltaLayer(2, 4, 4, 16, 4)
+    more += (kvkit.cache.CompressedLayer(),)
     more += kvkit.cache.ChunkedLayer(4), kvkit.cache.StaticChunkedLayer(20, 4)
     saved = (*four_layers(), QuantizedLayer(), SharedLayer(0), StateLayer(), *more)
     assert {type(layer) for layer in saved} == set(FILED.values())

@@ -7,6 +7,7 @@ from kvkit import KvkitError, Rope
 from kvkit.cache import (
     Cache,
     ChunkedLayer,
+    CompressedLayer,
     DynamicLayer,
     IndexedLayer,
     LatentLayer,
@@ -23,6 +24,16 @@ from kvkit.cache import (
 
 ROPE = Rope(8)
 CODES = "uint8:g4:channel/uint8:g8"
+
+
+def pooling(**more):
+    """Return a layer of compressed rows with its weights."""
+    layer, zeros = CompressedLayer(8, 8, 6, 2, **more), np.zeros((2, 16), np.float32)
+    pair = zeros if more.get("index_dim") else zeros[:, :8], np.ones(8, np.float32)
+    layer.set_weights(*[pair] * (2 if more.get("index_dim") else 1), rope="none")
+    return layer
+
+
 KINDS = {
     "dynamic": DynamicLayer,
     "static": lambda: StaticLayer(40),
@@ -34,12 +45,16 @@ KINDS = {
     "channels": lambda: QuantizedLayer("kivi4:g4", residual_length=4, sink=2),
     "latent": lambda: LatentLayer(8, 8),
     "indexed": lambda: IndexedLayer(LatentLayer(8, 8), 4),
+    "window of V4": lambda: CompressedLayer(8, 8, 6, drafts=3),
+    "csa": lambda: pooling(index_dim=8, index_topk=3, drafts=3),
+    "hca": lambda: pooling(drafts=2),
     "state": lambda: StateLayer(checkpoint_every=3),
     "no checkpoints": StateLayer,
     "shared": lambda: SharedLayer(of=0),
 }
 ALONE = [[kind] for kind in KINDS if kind != "shared"]
 MIXED = [
+    ["csa", "hca", "window of V4"],
     ["dynamic", "window"], ["dynamic", "state"], ["codes", "window", "state"], ["latent", "state"],
     ["dynamic", "shared"], ["chunks", "shared", "static window"], ["codes", "channels"],
     ["static", "static window"],
@@ -54,7 +69,12 @@ def rows_of(layer, count, rng, batch):
 def grow(cache, count, rng, batch=2):
     length = cache.get_seq_length()
     for i, layer in enumerate(cache.layers):
-        if layer.of is None and layer.has_rows:
+        if isinstance(layer, CompressedLayer):
+            wide = rng.standard_normal((2, batch, count, 16 if layer.index_dim else 8)).astype(np.float32)
+            pair = tuple(wide) if layer.ratio else None
+            more = {"indexer": pair} if layer.index_dim else {}
+            cache.update(rows_of(layer, count, rng, batch)[0][:, :1], pair, i, **more)
+        elif layer.of is None and layer.has_rows:
             cache.update(*rows_of(layer, count, rng, batch), i)
         elif layer.of is None:
             cache.update({"s": np.full((batch, 3), length + count, np.float32)}, count, i)

@@ -5,6 +5,7 @@ import numpy as np
 from kvkit.cache import (
     Cache,
     ChunkedLayer,
+    CompressedLayer,
     DynamicCache,
     DynamicLayer,
     IndexedLayer,
@@ -40,6 +41,31 @@ def paged(**options):
     return PagedCache(90, 4, 1, HEADS, DIM, np.float32, rope="none", **options)
 
 
+def pooling(dim, rope_dim, ratio, **more):
+    """Return a layer of compressed rows with index keys, with its weights."""
+    layer = CompressedLayer(dim, rope_dim, 6, ratio, 4, 2, **more)
+    layer.set_weights(
+        *[
+            (tokens(ratio, i, 1, 2 * width, 1)[0, 0], np.ones(width, np.float32))
+            for i, width in enumerate((dim, 4))
+        ],
+        rope="none",
+    )
+    return layer
+
+
+def projected(layer, count, seed, batch):
+    """Return what `CompressedLayer.update` takes, and more by name."""
+    row, *parts = (
+        tokens(count, seed + i, 1, width, batch)
+        for i, width in enumerate(
+            (layer.dim, 2 * layer.dim, 2 * layer.dim, 2 * layer.index_dim, 2 * layer.index_dim)
+        )
+    )
+    kv, gate, *indexer = (part[:, 0] for part in parts)
+    return (row, (kv, gate)), {"indexer": tuple(indexer)}
+
+
 KINDS = {
     "dynamic": lambda: DynamicCache(1, rope="none"),
     "sliding": lambda: Cache([SlidingWindowLayer(6)], rope="none"),
@@ -60,6 +86,8 @@ KINDS = {
     "latent": lambda: Cache([LatentLayer(16, 8)], rope="none"),
     "latent codes": lambda: Cache([LatentLayer(512, 64, "ds_mla")], rope="none"),
     "indexed": lambda: Cache([IndexedLayer(LatentLayer(16, 8), 4)], rope="none"),
+    "compressed": lambda: Cache([pooling(16, 8, 2, drafts=1)]),
+    "compressed codes": lambda: Cache([pooling(512, 64, 2, format="ds_v4", drafts=1)]),
     "state": lambda: Cache([StateLayer(checkpoint_every=2)], rope="none"),
 }
 
@@ -70,6 +98,9 @@ def append(cache, count, seed, indexes=True):
     batch = layer.batch_size or 2
     if isinstance(layer, StateLayer):
         return [*cache.update({"sum": tokens(3, seed, batch=batch)}, count, 0).values()]
+    if isinstance(layer, CompressedLayer):
+        arguments, more = projected(layer, count, seed, batch)
+        return [np.array(side) for side in cache.update(*arguments, 0, **more)] + attend(cache)
     latent = layer.latent_dim
     sizes = (latent, layer.rope_dim) if latent else (DIM, DIM)
     parts = [tokens(count, seed + i, 1 if latent else HEADS, dim, batch) for i, dim in enumerate(sizes)]
@@ -85,6 +116,12 @@ def attend(cache):
     for seed in (7, 8):
         if isinstance(layer, StateLayer):
             outputs += [array.copy() for array in layer.states.values()]
+            continue
+        if isinstance(layer, CompressedLayer):
+            queries = tokens(1, seed, 3, 4, layer.batch_size).swapaxes(1, 2)
+            index = queries, queries[..., 0].copy()
+            query = tokens(1, seed, 2 * HEADS, layer.dim, layer.batch_size)
+            outputs += cache.attend(query, len(cache) - 1, return_lse=True, index=index)
             continue
         latent = layer.latent_dim
         width, scale = (latent + layer.rope_dim, {"softmax_scale": 0.1}) if latent else (DIM, {})

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvkit.cache.layers.chunked import ChunkedLayer, StaticChunkedLayer
+from kvkit.cache.layers.compressed import CompressedLayer
 from kvkit.cache.layers.dynamic import DynamicLayer, StaticLayer
 from kvkit.cache.layers.gated_delta import GatedDeltaLayer
 from kvkit.cache.layers.latent import IndexedLayer, LatentLayer
@@ -18,9 +19,9 @@ from kvkit.cache.paged.ragged import RaggedLayer
 KINDS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
-        ChunkedLayer, DynamicLayer, GatedDeltaLayer, IndexedLayer, LatentLayer, QuantizedLayer, RaggedLayer,
-        SharedLayer, SlidingWindowLayer, StateLayer, StaticChunkedLayer, StaticLayer,
-        StaticSlidingWindowLayer,
+        ChunkedLayer, CompressedLayer, DynamicLayer, GatedDeltaLayer, IndexedLayer, LatentLayer,
+        QuantizedLayer, RaggedLayer, SharedLayer, SlidingWindowLayer, StateLayer, StaticChunkedLayer,
+        StaticLayer, StaticSlidingWindowLayer,
     )
 }  # fmt: skip
 
