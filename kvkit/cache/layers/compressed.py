@@ -40,7 +40,7 @@ COMPRESSORS, INDEX_ARRAYS = ("compressor", "indexer"), ("index_keys", "index_sca
 Projected = tuple[Array, Array]  # kv and gate of new tokens, [B, q, E] each
 
 
-class Weights(NamedTuple):
+class PoolingWeights(NamedTuple):
     """Holds the weights by which a compressor pools tokens."""
 
     ape: Array  # [ratio, E]
@@ -88,7 +88,7 @@ class CompressedLayer(Layer):
 
     attributes = Layer.attributes.extended("floor", "weights")
     reorders_in_place = False
-    why_kept = "compressed rows hold tokens of a window"
+    why_kept = why_not_joined = "compressed rows hold tokens of a window"
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class CompressedLayer(Layer):
         if not self.ratio:
             self.window = self.near  # else a query attends to all tokens, though to most in pools
         self.floor = 0  # the fewest tokens but none that a crop can leave
-        self.weights: tuple[Weights, ...] = ()
+        self.weights: tuple[PoolingWeights, ...] = ()
         self.eps = positive_number("eps", eps)
         super().__init__()
 
@@ -163,7 +163,7 @@ class CompressedLayer(Layer):
         if rope is not None:
             check_rotation(rope)
             self.rope = rope
-        self.weights = tuple(Weights(*pair) for _, pair, _ in pairs)
+        self.weights = tuple(PoolingWeights(*pair) for _, pair, _ in pairs)
 
     # Adding tokens
 
@@ -594,7 +594,7 @@ class CompressedLayer(Layer):
 
     def fill(self, arrays: Mapping[str, Array], length: int) -> None:
         pairs: list[Any] = [
-            tuple(arrays[f"weights.{name}.{field}"] for field in Weights._fields)
+            tuple(arrays[f"weights.{name}.{field}"] for field in PoolingWeights._fields)
             for name in COMPRESSORS
             if f"weights.{name}.ape" in arrays
         ]
