@@ -12,10 +12,12 @@ from kvkit.checks.arguments import PoolAttention, PoolTransfer, Scoring
 from kvkit.checks.paged import checked_append, checked_swap
 from kvkit.interop import returns_input_kind
 from kvkit.rope import Rope, as_rope
+from kvkit.runtime.repeats import repeatable
 from kvkit.typed import Array, Arrays, Attended
 
 
 @returns_input_kind
+@repeatable
 def paged_attention(
     query: Array,
     key_cache: Array,

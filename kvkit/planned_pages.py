@@ -12,6 +12,7 @@ from kvkit.checks.arguments import PoolAttention, PoolTransfer, Scoring
 from kvkit.checks.contexts import checked_plan
 from kvkit.interop import returns_input_kind
 from kvkit.rope import Rope, as_rope
+from kvkit.runtime.repeats import Repeats, repeatable
 from kvkit.typed import Array, Arrays, Attended
 
 
@@ -66,12 +67,13 @@ class PagedPlan:
     their arrays are checked and prepared once, unless they have a mask, slopes, sinks or scales of heads.
     """
 
-    __slots__ = ("step",)
+    __slots__ = ("repeats", "step")
 
     def __init__(self, step: PlannedPages) -> None:
-        self.step = step
+        self.step, self.repeats = step, {name: Repeats() for name in ("paged_append", "paged_attention")}
 
     @returns_input_kind
+    @repeatable
     def paged_append(
         self,
         key: Array | None,
@@ -93,6 +95,7 @@ class PagedPlan:
         return key_cache, value_cache
 
     @returns_input_kind
+    @repeatable
     def paged_attention(
         self,
         query: Array,

@@ -23,6 +23,7 @@ from kvkit.checks.arguments import PoolAttention, PoolTransfer
 from kvkit.checks.contexts import Contexts
 from kvkit.checks.paged import PoolAppend, checked_append, checked_paged_attention
 from kvkit.formats import elements
+from kvkit.runtime import repeats
 from kvkit.runtime.arrays import addresses_of, empty_result
 from kvkit.typed import Array, Arrays, Attended
 
@@ -166,6 +167,8 @@ def attend_to_pages(call: PoolAttention, out: Array | Arrays | None) -> Attended
     known, pages = latest.take(form) or ([], None)
     if pages is None or not all(a is b or np.array_equal(a, b) for a, b in zip(known, tensors, strict=True)):
         known, pages = [None if each is None else each.copy() for each in tensors], PlannedPages()
+    there = [i for i, each in enumerate(tensors) if each is not None]
+    repeats.note_tensors([tensors[i] for i in there], [known[i] for i in there])
     results = pages.attend(call, out)
     latest.keep(form, (known, pages))  # `take` has removed it, so that no other thread used it meanwhile
     return results

@@ -20,13 +20,17 @@ from kvkit.checks.attention import AttentionCall, checked_attention
 from kvkit.checks.index_tensors import Static
 from kvkit.checks.key_value_cache import TransferCall
 from kvkit.checks.records import NO_MASK, MaskPlace, StepIndex
+from kvkit.runtime import repeats
 from kvkit.runtime.arrays import address, addresses_of, empty_result, overlap_distances
+from kvkit.runtime.locks import BUSY
+from kvkit.runtime.repeats import Program
 from kvkit.typed import Array, Arrays, Attended
 
 MOST = 4096  # prepared calls of a `PreparedCalls`
 MOST_ATTENTIONS = 64  # forms of attention to keys that are remembered
 # The array that an address of attention to keys points into, by the field of `AttentionParams`.
 OWNERS = {"query": "query", "keys.address": "key", "values.address": "value", "out": "out"}
+MOST_NOTES = 4  # times that a call says what runs it again
 UNKNOWN = object()  # the version of a launch while its work is divided anew
 Prepared = TypeVar("Prepared")
 # Types whose values never change. A tensor of one integer can change, and stays equal to itself.
@@ -157,7 +161,7 @@ class PreparedCall:
     `arrays` has arrays, or their addresses, by their names in launches; `run` takes arrays in the same order.
     `run` checks that the last `written` arrays are writeable and do not overlap others, unless their distance
     is that of the first call, as for views of one pool. If this is not certain, it returns False, and the
-    call needs the full checks. A cache has `room` rows.
+    call needs the full checks. A cache has `room` rows, and `step` has the version and the rows of its step.
 
     `attention` is a launch that follows a `Refit`. It was prepared for the `first` one and for index tensors
     `steps`, whose last `growing` contexts have one length. `begin_at` makes the params read from another row,
@@ -166,7 +170,7 @@ class PreparedCall:
 
     __slots__ = (
         "_addresses", "_attention", "_begin_at", "_distances", "_growing", "_launches", "_load_query",
-        "_mask", "_steps", "_version", "_written", "owners", "room",
+        "_mask", "_notes", "_step", "_steps", "_version", "_written", "owners", "room",
     )  # fmt: skip
 
     def __init__(
@@ -176,6 +180,7 @@ class PreparedCall:
         written: int = 0,
         *,
         room: int = 0,
+        step: Array | None = None,
         attention: Any = None,
         first: Refit = Refit(),  # noqa: B008  # never changes
         steps: StepIndex | None = None,
@@ -184,7 +189,7 @@ class PreparedCall:
         load_query: Callable[[Array], object] | None = None,
     ) -> None:
         self._launches, self._attention, self._steps, self._growing = launches, attention, steps, growing
-        self._begin_at, self._load_query = begin_at, load_query
+        self._begin_at, self._load_query, self._step, self._notes = begin_at, load_query, step, 0
         self.room, self._version, self._mask = room, first.version, first.mask
         by_index: Any = {i: array for i, array in enumerate(arrays.values()) if written and array is not None}
         self._written = [i for i in by_index if i >= len(arrays) - written]
@@ -192,7 +197,7 @@ class PreparedCall:
         self._distances = overlap_distances(by_index, self._written)
         # Where launches hold an address: (params, index, the number of its array, the offset in the array)
         self._addresses = [
-            (memoryview(launch.params), at, i, int(launch.params[at]) - places[i])
+            (launch.params, at, i, int(launch.params[at]) - places[i])
             for launch in launches
             for at, owner in launch.owners.items()
             for i, name in enumerate(arrays)
@@ -210,7 +215,23 @@ class PreparedCall:
             distance = places[other] - places[one]
             if least < distance < most and distance != checked:
                 return False
-        return self.run_at(places, refit)
+        if not self.run_at(places, refit):
+            return False
+        if repeats.local.recording is not None and self._notes < MOST_NOTES and not self._begin_at:
+            self._notes += 1
+            program = self.program()
+            if program is not None:
+                repeats.note(program, arrays)
+        return True
+
+    def program(self) -> Program | None:
+        """Return what runs the call again without Python; None if several threads or Python have a part."""
+        kernels = [launch.single for launch in self._launches]
+        if None in kernels or self._load_query or self._mask.address:
+            return None
+        addresses = [(address(params) + 8 * at, i, offset) for params, at, i, offset in self._addresses]
+        version, room = 0 if self._step is None else int(self._step[0]), self.room if self._attention else -1
+        return Program(kernels, addresses, self._distances, self._step, version, room, self._launches)
 
     def run_at(self, places: Sequence[int], refit: Refit | None = None) -> bool:
         """Run the call for arrays at these addresses, which are not checked.
@@ -218,13 +239,27 @@ class PreparedCall:
         If attention needs another launch for `refit`, nothing runs and the result is False.
         """
         with cpu.launches.running:
+            BUSY[0] = 1
             if refit is not None and not self._fits(refit):
                 return False
             for params, at, i, offset in self._addresses:
                 params[at] = places[i] + offset
             for launch in self._launches:
                 launch.run()
+            BUSY[0] = 0
         return True
+
+    @property
+    def has_mask(self) -> bool:
+        """Return whether the launch has a mask."""
+        return bool(self._mask.address)
+
+    def move(self, refit: Refit) -> None:
+        """Write lengths and the first row into the launch, whose work must then be divided anew."""
+        self._version = UNKNOWN
+        self._set_lengths(refit)
+        if refit.row is not None and self._begin_at:
+            self._begin_at(self._attention.params, refit.row)
 
     def _fits(self, refit: Refit) -> bool:
         """Write what is new into the launch of attention; return False if it needs another launch."""

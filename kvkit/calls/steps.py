@@ -39,7 +39,8 @@ from kvkit.checks.index_tensors import (
 )
 from kvkit.checks.key_value_cache import checked_key_value_cache
 from kvkit.checks.values import integer
-from kvkit.runtime.arrays import empty_result
+from kvkit.runtime import repeats
+from kvkit.runtime.arrays import address, empty_result
 from kvkit.typed import Array, Attended, Pair
 
 LOADS, ATTENDS = 4, 3  # how many arrays loads and attention write: the cache, its scale, the outputs
@@ -50,12 +51,23 @@ FAR = 2**40  # no cache has so many positions
 class PlannedStep:
     """Checked sequences. Calls that differ only in the addresses of their arrays are checked once."""
 
-    __slots__ = ("_calls", "_contents", "_sequences", "_version")
+    __slots__ = ("_calls", "_sequences", "numbers", "words")
 
     def __init__(self, sequences: Sequences, *most: int, tensors: Iterable[Array] = ()) -> None:
-        self._sequences, self._version = sequences, 0
+        self._sequences = sequences
         self._calls: PreparedCalls[PreparedCall] = PreparedCalls(*most)
-        self._contents = [tensor.tobytes() for tensor in tensors]
+        self.numbers = [np.frombuffer(bytearray(tensor.tobytes()), np.uint8) for tensor in tensors]
+        # The version, -1 while the step changes; its rows; where sequences of one length begin.
+        self.words = np.array([0, sequences.steps.rows if sequences.steps else 0, self._start()])
+
+    def _start(self) -> int:
+        """Return where sequences of one length begin, 0 for others."""
+        return int(self._sequences.start_pos) if isinstance(self._sequences, Static) else 0
+
+    def _become(self, sequences: Sequences, version: int) -> None:
+        """Set the sequences of another version."""
+        self._sequences = sequences
+        self.words[:] = version, sequences.steps.rows if sequences.steps else 0, self._start()
 
     @property
     def sequences(self) -> Sequences:
@@ -67,9 +79,12 @@ class PlannedStep:
         steps, contents = self._sequences.steps, [tensor.tobytes() for tensor in tensors]
         if steps is None:
             return False
-        if tokens == steps.tokens and contents == self._contents:  # layers of a model have the same tensors
-            return True
-        self._contents = contents
+        if tokens == steps.tokens and contents == [numbers.tobytes() for numbers in self.numbers]:
+            return True  # layers of a model have the same tensors
+        version = int(self.words[0])
+        self.words[0] = -1
+        for numbers, content in zip(self.numbers, contents, strict=True):
+            numbers[:] = np.frombuffer(content, np.uint8)
         read_by_kernels = steps.seqstarts, steps.kvstarts, steps.table, steps.start_pos
         for array, tensor in zip(read_by_kernels, tensors, strict=True):
             np.copyto(array.reshape(tensor.shape), tensor)
@@ -79,8 +94,7 @@ class PlannedStep:
         rule, rows, _, _ = checks.scan.scan_step(steps, INT64_MAX)
         if rule:
             return False
-        self._sequences = Packed(steps._replace(rows=rows), self._sequences.decoding)
-        self._version += 1
+        self._become(Packed(steps._replace(rows=rows), self._sequences.decoding), version + 1)
         return True
 
     def begin_at(self, start: int) -> None:
@@ -88,10 +102,11 @@ class PlannedStep:
         sequences, steps = self._sequences, self._sequences.steps
         if isinstance(sequences, Static) and steps is not None and start != sequences.start_pos:
             batch, rows = len(steps.start_pos), steps.rows + start - int(sequences.start_pos)
+            version = int(self.words[0])
+            self.words[0] = -1
             np.multiply(np.arange(batch + 1), rows, out=steps.kvstarts)
             steps.start_pos.fill(start)
-            self._sequences = Static(start, steps._replace(context=batch * rows, rows=rows))
-            self._version += 1
+            self._become(Static(start, steps._replace(context=batch * rows, rows=rows)), version + 1)
 
     def load(self, call: CacheTransfer, out: Pair | None) -> Pair:
         """Run `key_value_cache`."""
@@ -121,7 +136,7 @@ class PlannedStep:
             names = "current_key", "current_value", "cache", "scale", "key", "value"
             repeated = dict(zip(names, (*arrays, key, value), strict=True))
             room = checked.layer.capacity[1]
-            self._calls.keep(form, PreparedCall(launches, repeated, LOADS, room=room))
+            self._calls.keep(form, PreparedCall(launches, repeated, LOADS, room=room, step=self.words))
         return key, value
 
     def attend(self, call: CacheAttention, out: Array | Pair | None) -> Attended:
@@ -135,7 +150,7 @@ class PlannedStep:
         prepared = self._calls.find(form)
         if prepared and steps and prepared.room >= steps.rows:
             result: Any = empty_result(call.query.shape, call.query.dtype) if out is None else out
-            if prepared.run((*arrays, result), Refit(self._version)):
+            if prepared.run((*arrays, result), Refit(int(self.words[0]))):
                 return result
         checked = checked_cache_attention(self._sequences, call)
         results = checked.results.arrays(out)
@@ -144,8 +159,10 @@ class PlannedStep:
         if form and checked.layer and all(map(operator.is_, arrays, (checked.query, *checked.current))):
             names = "query", "current_key", "current_value", "cache", "scale", "out"
             repeated, room = dict(zip(names, (*arrays, results[0]), strict=True)), checked.layer.capacity[1]
-            attention, first = launches[-1], Refit(self._version)
-            prepared = PreparedCall(launches, repeated, ATTENDS, room=room, attention=attention, first=first)
+            attention, first = launches[-1], Refit(int(self.words[0]))
+            prepared = PreparedCall(
+                launches, repeated, ATTENDS, room=room, step=self.words, attention=attention, first=first
+            )
             self._calls.keep(form, prepared)
         return results if len(results) > 1 else results[0]
 
@@ -181,6 +198,7 @@ def take_packed(index: StepArguments, name: str, tokens: Array) -> tuple[Planned
     if step is None or not step.follow(len(tokens), tensors):  # type: ignore[arg-type]
         sequences = packed_in_cache(packed_tokens(name, tokens), index)
         step = PlannedStep(sequences, MOST, tensors=tensors if form else ())  # type: ignore[arg-type]
+    repeats.note_tensors(tensors if form else (), step.numbers)
     return step, form
 
 
@@ -213,4 +231,5 @@ def take_static(start_pos: SupportsIndex, tokens: Array) -> tuple[PlannedStep, F
     if step is None:
         return PlannedStep(Static(start, static_step(batch, count, start + count)), MOST), form
     step.begin_at(start)
+    repeats.note_number("start_pos", address(step.words) + 16)
     return step, form

@@ -16,7 +16,8 @@ from kvkit.cpu import memory
 from kvkit.runtime.arrays import DATA, MEMORY
 from kvkit.runtime.arrays import address as address
 from kvkit.runtime.jit import Code, callback
-from kvkit.runtime.locks import OneCallLock
+from kvkit.runtime.locks import BUSY, OneCallLock
+from kvkit.runtime.repeats import Single
 from kvkit.typed import Array
 
 # Admits one launch at a time: threads of two would compete for the cores, and Numba's workqueue layer would
@@ -89,15 +90,16 @@ class Workspace:
     """Memory that workers use during a launch; later launches use it again."""
 
     def __init__(self):
-        self.memory, self.begin, self.size = np.empty(0, np.uint8), 0, -1
+        self.memory, self.words = np.empty(0, np.uint8), np.array([0, -1])  # its begin and its size
+        self._view = self.words.data
 
     def at_least(self, size):
         """Return the address, a multiple of 64, of at least `size` bytes."""
-        if self.size < size:
+        if self._view[1] < size:
             self.memory = np.empty(size + 63, np.uint8)
-            self.begin = address(self.memory) + -address(self.memory) % 64
-            self.size = address(self.memory) + self.memory.size - self.begin
-        return self.begin
+            begin = address(self.memory) + -address(self.memory) % 64
+            self.words[:] = begin, address(self.memory) + self.memory.size - begin
+        return self._view[0]
 
 
 @dataclass(slots=True)
@@ -109,6 +111,9 @@ class Launch:
     run: Callable[[], object]
     alive: tuple = ()  # other objects that `params` points into
     reschedule: Callable[[], bool] | None = None  # divides the work anew; False if that needs another launch
+    single: Single | None = (
+        None  # what one thread runs; None if several threads, or Python, have a part in it
+    )
 
 
 INT = types.int64
@@ -162,5 +167,7 @@ def run_in_workspace(code, most, params, at, grants, counters):
 def start(*launches):
     """Run launches in order."""
     with running:
+        BUSY[0] = 1
         for launch in launches:
             launch.run()
+        BUSY[0] = 0

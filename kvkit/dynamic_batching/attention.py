@@ -20,6 +20,7 @@ from kvkit.checks.arguments import (
 from kvkit.checks.attention import checked_attention
 from kvkit.checks.index_tensors import packed_with_keys
 from kvkit.interop import returns_input_kind
+from kvkit.runtime.repeats import repeatable
 from kvkit.typed import Array, Attended, Pair
 
 
@@ -112,6 +113,7 @@ def multi_head_attention(
 
 
 @returns_input_kind
+@repeatable
 def multi_head_cache_attention(
     query: Array,
     current_key: Array,

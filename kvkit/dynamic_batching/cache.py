@@ -10,10 +10,12 @@ from kvkit.calls.steps import load_packed
 from kvkit.checks.arguments import CacheArguments, CacheTransfer, StepArguments
 from kvkit.interop import returns_input_kind
 from kvkit.layouts import pmx
+from kvkit.runtime.repeats import repeatable
 from kvkit.typed import Array, Pair
 
 
 @returns_input_kind
+@repeatable
 @pmx.documented(pmx.DYNAMIC)
 def key_value_cache(
     current_key: Array,

@@ -17,6 +17,7 @@ from kvkit.checks.arguments import (
 )
 from kvkit.checks.index_tensors import packed_in_cache
 from kvkit.interop import returns_input_kind
+from kvkit.runtime.repeats import Repeats, repeatable
 from kvkit.typed import Array, Attended, Pair
 
 
@@ -78,12 +79,14 @@ class Plan:
     once.
     """
 
-    __slots__ = ("step",)
+    __slots__ = ("repeats", "step")
 
     def __init__(self, step: PlannedStep) -> None:
-        self.step = step
+        names = "key_value_cache", "multi_head_cache_attention"
+        self.step, self.repeats = step, {name: Repeats() for name in names}
 
     @returns_input_kind
+    @repeatable
     def key_value_cache(
         self,
         current_key: Array,
@@ -106,6 +109,7 @@ class Plan:
         return self.step.load(call, out)
 
     @returns_input_kind
+    @repeatable
     def multi_head_cache_attention(
         self,
         query: Array,

@@ -3,16 +3,20 @@
 import _thread
 import os
 
+import numpy as np
+
 from kvkit.errors import KvkitError
 
 used = False  # whether this process has locks or compiled code
 forked = False  # whether its parent had any when it forked
+BUSY = np.zeros(1, np.int64)  # 1 while a call runs, and in a forked child: then no call runs without its lock
 
 
 def after_fork() -> None:
     """Note in a forked child if its parent had used kvkit: threads are gone, and locks stay taken."""
     global forked
     forked = used
+    BUSY[0] = used
 
 
 if hasattr(os, "register_at_fork"):

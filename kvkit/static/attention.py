@@ -8,10 +8,12 @@ from kvkit.calls.prepared import attend_to_keys
 from kvkit.calls.steps import attend_static
 from kvkit.checks.arguments import CacheArguments, CacheAttention, Heads, KeyAttention, Scoring
 from kvkit.interop import returns_input_kind
+from kvkit.runtime.repeats import repeatable
 from kvkit.typed import Array, Arrays, Attended, Pair
 
 
 @returns_input_kind
+@repeatable
 def multi_head_attention(
     query: Array,
     key: Array,
@@ -111,6 +113,7 @@ def multi_head_attention(
 
 
 @returns_input_kind
+@repeatable
 def multi_head_cache_attention(
     query: Array,
     current_key: Array,

@@ -8,10 +8,12 @@ from kvkit.calls.steps import load_static
 from kvkit.checks.arguments import CacheArguments, CacheTransfer
 from kvkit.interop import returns_input_kind
 from kvkit.layouts import pmx
+from kvkit.runtime.repeats import repeatable
 from kvkit.typed import Array, Pair
 
 
 @returns_input_kind
+@repeatable
 @pmx.documented(pmx.STATIC)
 def key_value_cache(
     current_key: Array,

@@ -25,6 +25,7 @@ from kvkit.cache import (
     StaticLayer,
     StaticSlidingWindowLayer,
 )
+from kvkit.cache.layers.attention import LayerAttention
 
 HEADS, GROUP, DIM, VALUES, ROOM, WINDOW = 2, 2, 16, 12, 96, 9
 # Over a whole head, or a part: the other elements of a query are those of the present call too
@@ -243,3 +244,46 @@ def test_each_call_of_attention_is_its_own(name, rope, mapped, tmp_path):
                 scene.attend(1, count)
         if mapped:
             scene.cache.close()
+
+
+PLAIN = {"dynamic": DynamicLayer, "static": lambda: StaticLayer(400), "window": lambda: SlidingWindowLayer(9),
+         "static window": lambda: StaticSlidingWindowLayer(400, 9)}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("name", PLAIN)
+def test_steps_that_run_again_without_python(name, dtype, rng, monkeypatch):
+    """Token by token, with masks, drafts that go back, removed tokens and other batches between them."""
+    ran, own = [], LayerAttention.again
+    monkeypatch.setattr(LayerAttention, "again", lambda *call: ran.append(own(*call)) or ran[-1])
+    layer = PLAIN[name]()
+
+    def new(heads, tokens=1):
+        return rng.standard_normal((layer.batch_size or 2, heads, tokens, DIM), np.float32).astype(dtype)
+
+    changes = {
+        40: lambda: layer.crop(-2), 60: lambda: layer.remove(20, 30), 80: lambda: layer.reorder([1, 0]),
+        100: lambda: layer.reorder([0, 0, 1]), 120: lambda: layer.remove(20, 40, close=True, rope=Rope(DIM)),
+        140: lambda: layer.reset(),
+    }  # fmt: skip
+    for step in range(180):
+        layer.update(new(HEADS), new(HEADS))
+        if step in changes and (
+            step in (80, 100, 140) or name == "dynamic" or (name == "static" and step != 60)
+        ):
+            changes[step]()
+            layer.update(new(HEADS), new(HEADS))
+        for mask in (None, None, np.arange(layer.get_seq_length()) > 3, None):
+            query, given, fresh = new(2 * HEADS), None, copy.deepcopy(layer)
+            if mask is not None:
+                given = np.stack([mask] * layer.batch_size)
+            assert layer.attend(query, given).tobytes() == fresh.attend(query, given).tobytes()
+            if step % 7 == 0:  # queries that lie otherwise
+                turned = np.asfortranarray(query)
+                assert layer.attend(turned).tobytes() == fresh.attend(turned).tobytes()
+    assert sum(each is not None for each in ran) > 200
+    with pytest.raises(KvkitError, match="query"):
+        layer.attend(new(2 * HEADS)[:, :, :, :8])
+    layer.reset()
+    with pytest.raises(KvkitError, match=r"stored tokens|last 0 tokens"):
+        layer.attend(new(2 * HEADS))

@@ -21,6 +21,7 @@ from kvkit.cpu.attention.engines import integers, wide_integers
 from kvkit.cpu.attention.params import WIDE_BLOCK
 from kvkit.cpu.attention.work_items import WIDE
 from kvkit.cpu.simd.wide_integers import LOST
+from kvkit.runtime import repeats
 
 pytestmark = [
     pytest.mark.cpu,
@@ -276,6 +277,7 @@ def without(monkeypatch, function):
         patch.setattr(machine, "has_integers", lambda: False)
         # Calls of one form would be those with integers.
         patch.setattr(steps, "planned_steps", PreparedCalls(1))
+        repeats.forget_all()
         return function()
 
 

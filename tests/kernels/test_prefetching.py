@@ -15,7 +15,7 @@ from kvkit.cpu import prefetching
 from kvkit.cpu.attention import prepare
 from kvkit.cpu.prefetching import ALWAYS, KB, Distance
 from kvkit.errors import KvkitError
-from kvkit.runtime import arrays, processor
+from kvkit.runtime import arrays, processor, repeats
 from kvkit.runtime.processor import Processor
 from kvkit.tools import tuning
 
@@ -95,6 +95,7 @@ def test_distances_change_no_bit(page_size, formats, heads, rng, monkeypatch):
     found = []
     for distances in DISTANCES:
         monkeypatch.setattr(steps, "planned_steps", PreparedCalls(1))  # prepare the call again
+        repeats.forget_all()
         with prefetching.using(distances):
             found.append(call.copy().run(return_lse=True))
     assert prepare.fixed_fields.cache_info().currsize == len(DISTANCES)

@@ -4,6 +4,7 @@ import pytest
 
 from kvkit.calls import pools, prepared, steps
 from kvkit.cpu import machine
+from kvkit.runtime import repeats
 
 HAVE_TILES = machine.has("amx") and machine.tiles_obstacle() is None
 needs_tiles = pytest.mark.skipif(not HAVE_TILES, reason="the processor has no tiles, or may not use them")
@@ -20,3 +21,4 @@ def use_tiles(monkeypatch, form):
     monkeypatch.setattr(machine, "tiles", lambda: form)
     for calls in prepared.attentions, prepared.seen_once, steps.planned_steps, pools.latest:
         calls.clear()  # a call of the same form would be that of other engines
+    repeats.forget_all()

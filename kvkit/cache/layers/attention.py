@@ -15,6 +15,8 @@ from kvkit.checks.records import ENDLESS, NO_MASK, MaskPlace, Side, StepIndex
 from kvkit.checks.values import checked_format, flag, one_piece
 from kvkit.errors import argument_error, describe
 from kvkit.formats import FLOATS, Element
+from kvkit.runtime.arrays import address
+from kvkit.runtime.repeats import Recording, Repeats
 from kvkit.typed import Array, Attended, Pair
 
 MOST_QUERY_BYTES = 2**18  # of queries for `prepare_pieces`, which keeps a copy of them for each piece
@@ -23,9 +25,15 @@ FLOAT32 = next(fmt for fmt in FLOATS if fmt.name == "float32")
 
 
 class LayerAttention:
-    """Computes a layer's attention. It keeps the last prepared call, to repeat it for calls of equal form."""
+    """Computes a layer's attention. It keeps the last prepared call, to repeat it for calls of equal form.
+
+    `again` runs it without Python while the layer grows: the `_words` are the version of its rows, and 0.
+    """
 
     def __init__(self) -> None:
+        self._repeats, self._words = Repeats(), np.zeros(2, np.int64)
+        self._repeated: tuple[PreparedCall, Any, int] | None = None  # with its store, and tokens of a query
+        self._latest: tuple[Any, ...] = None, None, None  # store, span and positions that it reads
         self._calls: PreparedCalls[PreparedCall] = PreparedCalls(1)
         self._by_piece: list[PreparedCalls[PreparedCall]] = []  # one launch for each piece
         self._all_pieces: PreparedCalls[PreparedCall] = PreparedCalls(1)  # one launch for all pieces
@@ -38,6 +46,35 @@ class LayerAttention:
         self._calls.clear()
         self._all_pieces.clear()
         self._by_piece = []
+        self._forget_repeated()
+
+    def _forget_repeated(self) -> None:
+        """Forget what `again` runs."""
+        if self._repeated:
+            self._repeats.forget()
+            self._repeated = None
+
+    def again(self, layer: Any, query: Array, softmax_scale: float | None, softcap: float) -> Array | None:
+        """Repeat the last call with another query of its form, without mask; None if more is different."""
+        store, span, row_positions = self._latest
+        same = layer.span is span and layer.store is store and layer.row_positions is row_positions
+        if not same and not (self._repeated and self._follow(layer, *self._repeated)):
+            return None
+        out = self._repeats.again((query, softmax_scale, softcap), {})
+        return None if out is None else out.swapaxes(1, 2)
+
+    def _follow(self, layer: Any, prepared: PreparedCall, store: Any, new: int) -> bool:
+        """Make the repeated call read the rows that the layer has now; return False if it cannot."""
+        span, positions = layer.span, layer.row_positions
+        if layer.store is not store or (positions is not None and positions.shifted):
+            return False
+        if prepared.has_mask or not can_attend(layer, new):
+            return False
+        row, end = span.rows_from(span.begin)
+        prepared.move(Refit(lengths=end - row, row=row))
+        self._words[0] += 1
+        self._latest = store, span, positions
+        return True
 
     def __call__(
         self,
@@ -49,6 +86,7 @@ class LayerAttention:
         wants_weights: bool = False,
     ) -> Attended:
         """Attend to a layer; see `Layer.attend`. Return outputs, then lse and key weights if requested."""
+        given, self._latest = query, (None, None, None)  # the prepared call may change below
         fmt, query = checked_query(layer, query)
         if layer.row_positions is not None and layer.row_positions.shifted:
             if wants_weights:
@@ -75,11 +113,29 @@ class LayerAttention:
                 self._calls.clear()
             left = -1 if layer.window is None else layer.window - 1
             weights = attention.checked_weights(query, place, scoring._replace(window=(left, -1)))
+            self._forget_repeated()
             self._calls.keep(form, prepare_rows(layer, refit, fmt, arrays, weights, key_weights))
+        elif layer.store.rows_adjoin and lse is None and not (place.address or self._repeated):
+            self._remember(layer, prepared, given, query, out, scoring)
         results = [layer.store.output(out).swapaxes(1, 2)]
         results += [] if lse is None else [lse.swapaxes(1, 2)]
         results += [] if key_weights is None else [key_weights]
         return results[0] if len(results) == 1 else tuple(results)
+
+    def _remember(
+        self, layer: Any, prepared: PreparedCall, given: Array, query: Array, out: Array, scoring: Scoring
+    ) -> None:
+        """Let `again` run a prepared call, if its kernels read the queries where the caller has them."""
+        if query.strides != given.swapaxes(1, 2).strides or address(query) != address(given):
+            return
+        program = prepared.program()
+        if program is None:
+            return
+        program = program._replace(step=self._words, version=int(self._words[0]))
+        arguments = {"query": given, "softmax_scale": scoring.softmax_scale, "softcap": scoring.softcap}
+        self._repeats.forget()
+        self._repeats.remember(Recording([(program, (given, out, None))], [], {}), arguments, 3, [], out)
+        self._repeated = prepared, layer.store, query.shape[1]
 
     def _attend_pieces(
         self, layer: Any, query: Array, attn_mask: Array | None, scoring: Scoring, return_lse: bool
@@ -201,7 +257,6 @@ def hidden_from(mask: Array, visible: Array) -> Array:
 
 def checked_query(layer: Any, query: Array) -> tuple[Element, Array]:
     """Check queries, and that what they attend to is stored; return (format, queries [B, q, Hq, D])."""
-    span = layer.span
     if layer.store is None:
         raise argument_error(layer.name, "stored tokens (call update before attend)", "none")
     batch, heads, dim, *_ = layer.store.geometry
@@ -210,12 +265,19 @@ def checked_query(layer: Any, query: Array) -> tuple[Element, Array]:
     if query_heads % heads or not query_heads or query.shape != (batch, query_heads, new, dim):
         wanted = f"shape [{batch}, a multiple of {heads}, q, {dim}] (batch, key heads and head size)"
         raise argument_error("query", wanted, query.shape)
-    if span.begin > max(0, span.length - new - (layer.window or 0) + 1) or new > span.length:
-        wanted = f"queries of at most the last {span.length} tokens"
-        if new <= span.length:
+    if not can_attend(layer, new):
+        length = layer.span.length
+        wanted = f"queries of at most the last {length} tokens"
+        if new <= length:
             wanted = f"queries of the last tokens, whose windows {layer.name} still stores"
-        raise argument_error("query", wanted, f"{new} queries after {span.length} tokens")
+        raise argument_error("query", wanted, f"{new} queries after {length} tokens")
     return fmt, one_piece(query.swapaxes(1, 2))
+
+
+def can_attend(layer: Any, new: int) -> bool:
+    """Return whether a layer stores what the queries of its last `new` tokens attend to."""
+    span = layer.span
+    return span.begin <= max(0, span.length - new - (layer.window or 0) + 1) and new <= span.length
 
 
 def checked_mask(layer: Any, fmt: Element, mask: Array, sizes: tuple[int, int, int]) -> Array:

@@ -304,8 +304,12 @@ class Layer(BaseLayer):
         return_lse: bool = False,
         return_key_weights: bool = False,
     ) -> Attended:
-        scoring = Scoring(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks)
         with self._lock:
+            if attention_mask is sinks is None and return_lse is return_key_weights is False:
+                attended = self._attention.again(self, query, softmax_scale, softcap)
+                if attended is not None:
+                    return attended
+            scoring = Scoring(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks)
             wants_weights = flag("return_key_weights", return_key_weights)
             return self._attend(query, attn_mask, scoring, return_lse, wants_weights)
 

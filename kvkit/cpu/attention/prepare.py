@@ -47,6 +47,7 @@ from kvkit.cpu.simd.attention import WIDE
 from kvkit.cpu.simd.chunks import LINE, NARROW
 from kvkit.cpu.simd.lanes import LANES
 from kvkit.formats.elements import BY_NAME, coarser
+from kvkit.runtime.repeats import Single
 
 BLOCK_TOKENS = 64
 # Most tokens and bytes of a block of interleaved heads: with the next block, which is prefetched meanwhile,
@@ -183,14 +184,24 @@ def launch(params, division, alive, shared, key_weights=None):
             np.multiply(sums, UNIT, out=key_weights, casting="unsafe")
 
     owners = {place: owner for place, owner in ADDRESS_OWNER.items() if params[place]}
-    plain = not shared and key_weights is None
+    plain, single = not shared and key_weights is None, None
+    if plain and division.is_small and division.work_items:
+        places = [
+            (at + 8 * field, address(space.words), each + whole) for field, space, each, whole in grants
+        ]
+        codes = scheduler.scheduler_code("work").address, scheduler.scheduler_code("schedule").address
+        single = Single(codes[0], at, counters, places, codes[1], words_of(division, at))
     return Launch(
-        params,
-        owners,
-        run if plain else run_with_scales_and_sums,
-        alive,
-        lambda: schedule(params, at) == division,
-    )
+        params, owners, run if plain else run_with_scales_and_sums, alive,
+        lambda: schedule(params, at) == division, single,
+    )  # fmt: skip
+
+
+def words_of(division, at):
+    """Return (address, least, most) of the params' words that a division decides."""
+    names = "tile_groups", "work_items", "splits", "tiles", "group_tiles"
+    words = [(at + 8 * FIELD[name], *2 * [getattr(division, name)]) for name in names]
+    return [*words, (at + 8 * FIELD["products"], 0, SMALL - 1)]
 
 
 def schedule(params, at):

@@ -25,6 +25,7 @@ from kvkit.cpu.simd.lanes import LANES
 from kvkit.formats import BY_DTYPE
 from kvkit.formulas.index import page_of, rest_of_page, row_of, sequence_among, share
 from kvkit.runtime.jit import callback, helper
+from kvkit.runtime.repeats import Single
 
 MOVES = {4: "float32", 2: "float16", 1: "int8"}  # a format for each element size in bytes
 STREAM_BYTES = 4 * 2**20  # larger copies use non-temporal stores, which are faster beyond the L2 cache
@@ -327,7 +328,10 @@ def prepare_copy(sides, code, pieces, block_size, moved, alive, names=(), mean_c
         for i, name in enumerate(names)
         for field, suffix in (("packed", ""), ("unrotated", ""), ("cache", "_cache"), ("scales", "_scale"))
     }
-    return Launch(numbers, owners, run, alive=(*alive, pieces, starts))
+    place, size = address(params) + 8 * PARAMS.at["lines"], items * item_bytes
+    grants = [(place, address(lines.words), size)] if item_bytes else []
+    single = Single(kernel.address, address(params), grants=grants) if moved < SMALL_BYTES else None
+    return Launch(numbers, owners, run, (*alive, params, pieces, starts), single=single)
 
 
 def prepare_encoding(sides, pieces, rotation=None):

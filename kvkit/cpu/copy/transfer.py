@@ -12,10 +12,11 @@ from numba import types
 from kvkit.checks.values import packed_strides
 from kvkit.cpu import memory
 from kvkit.cpu.copy.rows import COPY_SIDE, LOAD, STORE, call_rows, copy_side_at, rows
-from kvkit.cpu.launches import Launch, Record, kernel_code, run_workers, threads
+from kvkit.cpu.launches import Launch, Record, address, kernel_code, run_workers, threads
 from kvkit.cpu.simd import panels
 from kvkit.formats.elements import BY_NAME
 from kvkit.formulas.index import page_of, rest_of_page, row_of, sequence_among, share
+from kvkit.runtime.repeats import Single
 
 # Tokens of keys, and then of values, that are copied in turn; a store computes their scales together.
 BLOCKS = {LOAD: 1, STORE: 8}
@@ -133,9 +134,12 @@ def prepare_transfer(direction, key, value, cache, starts, first, steps, repeat)
         "starts": starts, "first": first, "batch": len(first),
         "table": steps.table, "table_row": steps.table.strides[0], "page_size": steps.page_size,
     })  # fmt: skip
-    run = functools.partial(run_workers, kernel_code(copy_tokens), workers, params.ctypes.data)
-    owners = owners_of(direction, bool(cache.scale_format))
-    return Launch(sides, owners, run, alive=(params, starts, first, steps.table))
+    code = kernel_code(copy_tokens)
+    run = functools.partial(run_workers, code, workers, address(params))
+    return Launch(
+        sides, owners_of(direction, bool(cache.scale_format)), run, (params, starts, first, steps.table),
+        single=Single(code.address, address(params)) if moved < SMALL_BYTES else None,
+    )  # fmt: skip
 
 
 def aligned(array):

@@ -1,0 +1,595 @@
+"""Run calls again through one compiled function, which Python calls directly as a built-in.
+
+A call that was checked is remembered as a list of numbers: the form of each argument, and what runs it again.
+The compiled function compares the arguments of a later call with such lists. If one fits, it writes the
+addresses of the arrays into the records of the kernels and calls them. Otherwise it has written nothing that
+counts, and returns False: the call takes the way through the checks.
+
+    argument    compared
+    array       type, dtype, shape, strides, writeable, aligned, which arrays are one, which overlap
+    tensor      the numbers too, with those of the step
+    other       the object itself; a float or a small int by its value
+
+The function holds the GIL, so only work for one thread is run like this, and no call runs meanwhile. It reads
+objects of CPython and numpy as C does. `layouts_fit` compares what it reads with what Python says; if
+anything differs, nothing is remembered.
+"""
+
+from __future__ import annotations
+
+import _thread
+import ctypes
+import functools
+import inspect
+import itertools
+import struct
+import sys
+import sysconfig
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from kvkit.runtime import locks
+from kvkit.runtime.arrays import MEMORY, SMALLEST, address
+from kvkit.runtime.jit import INDEX, callback, helper
+from kvkit.typed import Array
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+MOST_CALLS, MOST_BYTES = 64, 2**16  # of a function; of a tensor whose numbers are compared
+CONSTANT, ARRAY, NUMBER = 0, 1, 2  # kinds of arguments; a number is compared with that of a step
+MOST_INT = 2**30  # integers below have one digit
+FLAGS = 0x0500  # numpy's flags WRITEABLE and ALIGNED
+HEADER, SLOT = 16, 8  # words before the arguments of a remembered call, and of an array before its axes
+STATES = 8  # words of a table before the addresses of its calls
+VALUES = frozenset({type(None), bool, int, float, str})  # types of arguments that are compared as constants
+FASTCALL_KEYWORDS = 0x0080 | 0x0002  # how Python passes arguments: (self, args, count, names)
+
+
+class Single(NamedTuple):
+    """Describes the kernel of a launch that one thread runs."""
+
+    code: int  # the address of f(worker, params)
+    params: int  # an address
+    counters: Array | None = None  # zeroed before each run
+    grants: Sequence[tuple[int, Any, int]] = ()  # (where its address is written, workspace, bytes)
+    # f(0, params), which divides the work for other lengths; (address, least, most) of words it must leave
+    schedule: int = 0
+    division: Sequence[tuple[int, int, int]] = ()
+
+
+class Program(NamedTuple):
+    """Describes what runs a prepared call again. Arrays are numbers of the arrays that it gets."""
+
+    kernels: Sequence[Single]
+    addresses: Sequence[tuple[int, int, int]]  # (where an address is written, its array, the offset in it)
+    distances: Sequence[tuple[int, int, int, int, int]]  # see `arrays.overlap_distances`
+    step: Array | None  # the int64 words (version, rows) of the step; the version is -1 while it changes
+    version: int  # of the step, for which the work is divided; 0 without a step
+    room: int  # rows of the cache; -1 if the call cannot follow its step
+    alive: object  # all that the addresses point into
+
+
+@intrinsic
+def words(typingctx: Any, place: Any) -> Any:
+    """Return a pointer to the int64 at an address, to index like an array."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], ir.IntType(64).as_pointer())
+
+    return INDEX(types.int64), codegen
+
+
+@intrinsic
+def call(typingctx: Any, code: Any, first: Any, second: Any) -> Any:
+    """Call the C function of two int64 at an address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        int64 = ir.IntType(64)
+        function = ir.FunctionType(ir.VoidType(), [int64, int64])
+        builder.call(builder.inttoptr(values[0], function.as_pointer()), values[1:])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@helper
+def constant_fits(slot: Any, value: int) -> bool:
+    """Return whether an argument is the object of a slot, or a number of the same type and value."""
+    if value == slot[1]:
+        return True
+    if slot[2] == 0 or words(value)[1] != slot[2] or words(value)[2] != slot[3]:
+        return False
+    return slot[4] < 0 or words(value)[3] & 0xFFFFFFFF == slot[4]  # an int has its digits there
+
+
+@helper
+def number_fits(slot: Any, value: int) -> bool:
+    """Return whether an argument is the integer of a step, from 0 on."""
+    number = words(slot[1])[0]
+    if number == 0 or value == slot[4]:
+        return number == 0 and value == slot[4]
+    object_words = words(value)
+    if object_words[1] != slot[2] or object_words[2] != slot[3]:
+        return False
+    return object_words[3] & 0xFFFFFFFF == number
+
+
+@helper
+def array_fits(slot: Any, value: int) -> bool:
+    """Return whether an argument is an array of a slot's form; write its address into the slot."""
+    array = words(value)
+    if array[1] != slot[2] or array[3] & 0xFFFFFFFF != slot[3] or array[7] != slot[4]:
+        return False
+    if array[8] & FLAGS != slot[5]:
+        return False
+    ndim, shape, strides = slot[3], words(array[4]), words(array[5])
+    for i in range(ndim):
+        if shape[i] != slot[SLOT + i] or strides[i] != slot[SLOT + ndim + i]:
+            return False
+    slot[1] = array[2]
+    if slot[7]:
+        numbers, known, count = words(array[2]), words(slot[6]), slot[7] >> 3
+        for i in range(count):
+            if numbers[i] != known[i]:
+                return False
+        if slot[7] & 4:
+            return numbers[count] & 0xFFFFFFFF == known[count] & 0xFFFFFFFF
+    return True
+
+
+@helper
+def arguments_fit(state: Any, place: int, args: Any, nargs: int, names: int) -> bool:
+    """Return whether arguments have the forms of a remembered call."""
+    named = words(names)[2] if names else 0
+    if nargs != state[0] or named != state[1]:
+        return False
+    at = HEADER
+    for i in range(named):
+        if words(names)[3 + i] != state[at + i]:
+            return False
+    at += named
+    for i in range(nargs + named):
+        slot = words(place + 8 * at)
+        if slot[0] == CONSTANT:
+            if not constant_fits(slot, args[i]):
+                return False
+            at += SLOT
+        elif slot[0] == NUMBER:
+            if not number_fits(slot, args[i]):
+                return False
+            at += SLOT
+        else:
+            if not array_fits(slot, args[i]):
+                return False
+            at += SLOT + 2 * slot[3]
+    return True
+
+
+@helper
+def overlaps(state: Any) -> bool:
+    """Return whether arrays may overlap, or are one, otherwise than in the remembered call."""
+    at = state[3]
+    for _ in range(state[4]):
+        distance = state[state[at + 1]] - state[state[at]]
+        if state[at + 2] < distance and distance < state[at + 3] and distance != state[at + 4]:
+            return True
+        at += 5
+    for _ in range(state[5]):
+        if (state[state[at]] == state[state[at + 1]]) != state[at + 2]:
+            return True
+        at += 3
+    return False
+
+
+@helper
+def step_fits(state: Any) -> bool:
+    """Return whether the step is one that the kernels can run; divide their work if it is another one."""
+    if state[8] == 0:
+        return True
+    version = words(state[8])[0]
+    if version == state[9]:
+        return True
+    if version < 0 or words(state[8])[1] > state[10]:
+        return False
+    state[9] = -2
+    at = state[6]
+    for _ in range(state[7]):
+        grants, division = state[at + 4], state[at + 6]
+        if state[at + 5]:
+            call(state[at + 5], 0, state[at + 1])
+            for i in range(division):
+                part = at + 7 + 3 * (grants + i)
+                number = words(state[part])[0]
+                if number < state[part + 1] or number > state[part + 2]:
+                    return False
+        at += 7 + 3 * (grants + division)
+    state[9] = version
+    return True
+
+
+@helper
+def run_kernels(state: Any) -> None:
+    """Write the addresses of arrays and of workspaces into the records of the kernels, and call them."""
+    at = state[11]
+    for _ in range(state[12]):
+        words(state[at])[0] = state[state[at + 1]] + state[at + 2]
+        at += 3
+    at = state[6]
+    for _ in range(state[7]):
+        grants, division = state[at + 4], state[at + 6]
+        counters = words(state[at + 2])
+        for i in range(state[at + 3]):
+            counters[i] = 0
+        for i in range(grants):
+            part = at + 7 + 3 * i
+            words(state[part])[0] = words(state[part + 1])[0]
+        call(state[at], 0, state[at + 1])
+        at += 7 + 3 * (grants + division)
+
+
+@helper
+def workspaces_fit(state: Any) -> bool:
+    """Return whether all workspaces are as large as the kernels need."""
+    at = state[6]
+    for _ in range(state[7]):
+        grants, division = state[at + 4], state[at + 6]
+        for i in range(grants):
+            part = at + 7 + 3 * i
+            if words(state[part + 1])[1] < state[part + 2]:
+                return False
+        at += 7 + 3 * (grants + division)
+    return True
+
+
+def run_again(itself: Any, args: Any, nargs: int, names: int) -> int:
+    """Run the remembered call whose form the arguments have, and return True; return False if none has it.
+
+    This is a built-in function of Python: `itself` is the table, an array of int64.
+    """
+    table = words(itself[2])
+    answer, count = table[4], table[0]
+    if words(table[2])[0] == 0:  # else another call is running
+        for k in range(count):
+            i = table[1] + k
+            if i >= count:
+                i -= count
+            state = words(table[STATES + i])
+            fits = arguments_fit(state, table[STATES + i], args, nargs, names) and not overlaps(state)
+            if fits and workspaces_fit(state) and step_fits(state):
+                run_kernels(state)
+                table[1], answer = i, table[3]
+                break
+    call(table[5], answer, 0)  # Py_IncRef
+    return answer
+
+
+class MethodDef(ctypes.Structure):
+    """C's PyMethodDef."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p), ("code", ctypes.c_void_p), ("flags", ctypes.c_int),
+        ("doc", ctypes.c_char_p),
+    )  # fmt: skip
+
+
+@functools.cache
+def method() -> MethodDef:
+    """Compile `run_again` and return its definition, which lives as long as the process."""
+    code = callback(run_again, types.int64(INDEX, INDEX, types.int64, types.int64))
+    return MethodDef(b"run_again", code.address, FASTCALL_KEYWORDS, None)
+
+
+def new_function(table: Array) -> Callable[..., bool]:
+    """Return a built-in function that runs the calls of a table again."""
+    new = ctypes.pythonapi.PyCFunction_NewEx
+    new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p]
+    return cast(Callable[..., bool], new(ctypes.addressof(method()), table, None))
+
+
+def word(value: Any, i: int) -> int:
+    """Return the word at index i of an object."""
+    return int(MEMORY[(id(value) >> 3) + i])
+
+
+@functools.cache
+def layouts_fit() -> bool:
+    """Return whether arrays, floats, ints and tuples of this process lie as `run_again` reads them."""
+    if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return False
+    if sys.maxsize != 2**63 - 1 or sys.byteorder != "little" or np.ndarray.__basicsize__ < 72:
+        return False
+    base = np.zeros((4, 3, 2, 8), np.float16)
+    read_only = base[:, 1, ::-1]
+    read_only.flags.writeable = False
+    unaligned = np.frombuffer(bytearray(41), np.int32, 10, 1)
+    arrays: Any = base, read_only, unaligned, np.zeros(()), base.T, np.ma.zeros(3), np.zeros((0, 5), np.int64)
+    numbers = 1000, -1000, 2**30 - 1, 12345
+    return (
+        all(map(array_lies_as_in_c, arrays))
+        and all(word(x, 1) == id(float) and float_word(x) == word(x, 2) for x in (0.5, -1e300, 3.25))
+        and all(small_int(x) == small_int(int(str(x))) for x in numbers)
+        and len(set(map(small_int, numbers))) == len(numbers)
+        and all((word(t, 2), word(t, 3), word(t, 4)) == (2, id(t[0]), id(t[1])) for t in (("a", base),))
+        and id(None) == word((None,), 3)
+    )
+
+
+def array_lies_as_in_c(array: Array) -> bool:
+    """Return whether the words of an array are its type, address, axes, shape, strides, dtype and flags."""
+    if word(array, 1) != id(type(array)) or word(array, 2) != array.ctypes.data:
+        return False
+    if word(array, 3) & 0xFFFFFFFF != array.ndim or word(array, 7) != id(array.dtype):
+        return False
+    ndim, places = array.ndim, (word(array, 4), word(array, 5))
+    if word(array, 8) & FLAGS != array.flags.num & FLAGS or (ndim and places[1] - places[0] != 8 * ndim):
+        return False
+    return not ndim or [int(MEMORY[(places[0] >> 3) + i]) for i in range(2 * ndim)] == [
+        *array.shape, *array.strides
+    ]  # fmt: skip
+
+
+def float_word(number: float) -> int:
+    """Return the bits of a float."""
+    return int(struct.unpack("q", struct.pack("d", number))[0])
+
+
+def small_int(number: int) -> tuple[int, int]:
+    """Return the words of an int of one digit: its sign and number of digits, and its digit."""
+    return word(number, 2), word(number, 3) & 0xFFFFFFFF
+
+
+class Recording(NamedTuple):
+    """Holds a call that takes the way through the checks, and what is said of it on the way."""
+
+    programs: list[tuple[Program, Sequence[Array | None]]]  # with the arrays that it got
+    tensors: list[tuple[Any, Array]]  # index tensors, with the numbers that a step has of them
+    numbers: dict[str, int]  # names of integers, with the address of the step's
+
+
+class Local(threading.local):
+    """Holds the call of each thread that is recorded."""
+
+    recording: Recording | None = None
+
+
+local = Local()
+
+
+def note(program: Program, arrays: Sequence[Array | None]) -> None:
+    """Note what has run the recorded call again, with these arrays."""
+    if local.recording is not None:
+        local.recording.programs.append((program, arrays))
+
+
+def note_tensors(tensors: Iterable[Any], numbers: Iterable[Array]) -> None:
+    """Note the index tensors of the recorded call, and the numbers that its step has of them."""
+    if local.recording is not None:
+        local.recording.tensors.extend(zip(tensors, numbers, strict=True))
+
+
+def note_number(name: str, place: int) -> None:
+    """Note an integer of the recorded call, and the address of that of its step."""
+    if local.recording is not None:
+        local.recording.numbers[name] = place
+
+
+KNOWN: weakref.WeakSet[Repeats] = weakref.WeakSet()
+changing = _thread.allocate_lock()  # while calls are remembered or forgotten
+
+
+class Repeats:
+    """Remembers calls of one function, to run them again."""
+
+    __slots__ = "__weakref__", "_alive", "_function", "_given", "_results", "_table"
+
+    def __init__(self) -> None:
+        self._results: list[tuple[tuple[int, ...], np.dtype[Any]]] = []  # forms of new arrays
+        self._given: list[tuple[int, str]] = []  # places and names of the arguments that are returned
+        self._alive: dict[tuple[int, ...], tuple[Array, Any]] = {}  # states by the numbers of arguments
+        self._function: Callable[..., bool] | None = None
+        self._table = np.zeros(STATES + MOST_CALLS, np.int64)
+        KNOWN.add(self)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return Repeats, ()  # a copy has other arrays
+
+    def forget(self) -> None:
+        """Forget all calls."""
+        with changing:
+            self._function, self._table[0] = None, 0
+            self._alive = {}
+
+    def again(self, args: Sequence[Any], keywords: dict[str, Any]) -> Any:
+        """Run a remembered call of this form and return what it returns; None if there is none."""
+        function = self._function
+        if function is None:
+            return None
+        out, results = keywords.get("out"), self._results
+        if out is not None:
+            return out if function(*args, **keywords) else None
+        if len(results) == 1:
+            result = np.empty(*results[0])
+            return result if function(result, *args, **keywords) else None
+        new = tuple([np.empty(*form) for form in results])
+        if not function(*new, *args, **keywords):
+            return None
+        return new or tuple([keywords[name] if name in keywords else args[i] for i, name in self._given])
+
+    def record(
+        self, function: Callable[..., Any], names: list[str], args: Sequence[Any], keywords: dict[str, Any]
+    ) -> Any:
+        """Call a function with parameters of these names; remember the call if it ran a prepared one."""
+        outer, recording = local.recording, Recording([], [], {})
+        local.recording = recording
+        try:
+            answer = function(*args, **keywords)
+        finally:
+            local.recording = outer
+        if len(recording.programs) == 1:
+            arguments = dict(zip(names, args, strict=False)) | keywords
+            self.remember(recording, arguments, len(args), [*keywords], answer)
+            self._given = [(i, name) for i, name in enumerate(names) if returned(arguments, name, answer)]
+        return answer
+
+    def remember(
+        self, recording: Recording, arguments: dict[str, Any], count: int, keywords: list[str], answer: Any
+    ) -> None:
+        """Remember a call of `count` positional arguments, if what decides its results can be compared."""
+        answers = answer if isinstance(answer, tuple) else (answer,)
+        own = {id(value) for value in arguments.values()}
+        results = [each for each in answers if id(each) not in own]
+        is_new = len(results) == len(answers) and all(
+            type(each) is np.ndarray and each.nbytes < SMALLEST for each in results
+        )
+        slots = slots_of([*zip(itertools.repeat(""), results), *arguments.items()], recording)
+        if slots is None or not layouts_fit() or not (is_new or not results):
+            return
+        key = (len(results) + count, *map(id, keywords), *itertools.chain(*slots))
+        values = [*results, *arguments.values()]
+        alive = [value.dtype if isinstance(value, np.ndarray) else value for value in values]
+        state = state_of(len(results) + count, keywords, slots, values, *recording.programs[0])
+        with changing:
+            self._table[0] = 0
+            if len(self._alive) >= MOST_CALLS and key not in self._alive:
+                self._alive = {}
+            self._alive[key] = state, (alive, keywords, recording.programs[0][0], recording.tensors)
+            if results:
+                self._results = [(each.shape, each.dtype) for each in results]
+            for i, (each, _) in enumerate(self._alive.values()):
+                self._table[STATES + i] = address(each)
+            increase = ctypes.cast(ctypes.pythonapi.Py_IncRef, ctypes.c_void_p).value or 0
+            self._table[1:6] = len(self._alive) - 1, address(locks.BUSY), id(True), id(False), increase
+            self._table[0] = len(self._alive)
+            if self._function is None:
+                self._function = new_function(self._table)
+
+
+def returned(arguments: dict[str, Any], name: str, answer: Any) -> bool:
+    """Return whether a call returned its argument of this name."""
+    answers, value = answer if isinstance(answer, tuple) else (answer,), arguments.get(name)
+    return value is not None and any(each is value for each in answers)
+
+
+def slots_of(arguments: list[tuple[str, Any]], recording: Recording) -> list[list[int]] | None:
+    """Return the numbers that arguments are compared with; None if some argument cannot be compared."""
+    [(_, arrays)] = recording.programs
+    owned, tensors = {id(each) for each in arrays}, {id(a): b for a, b in recording.tensors}
+    slots = []
+    for name, value in arguments:
+        if name in recording.numbers:
+            at, one = recording.numbers[name], small_int(1)
+            slots.append([NUMBER, at, id(int), one[0], id(0), 0, 0, 0])
+        elif type(value) is np.ndarray and id(value) in owned:
+            slots.append(array_slot(value, 0, 0))
+        elif type(value) is np.ndarray and id(value) in tensors:
+            numbers = tensors[id(value)]
+            if not value.flags.c_contiguous or value.nbytes > MOST_BYTES or value.nbytes % 4:
+                return None
+            slots.append(array_slot(value, address(numbers), value.nbytes))
+        elif is_constant(value):
+            slots.append(constant_slot(value))
+        else:
+            return None
+    found = {id(value) for _, value in arguments}
+    return slots if all(each is None or id(each) in found for each in arrays) else None
+
+
+def array_slot(array: Array, numbers: int, size: int) -> list[int]:
+    """Return the numbers of an array; those of a tensor are compared with `size` bytes at `numbers`."""
+    kind, flags = id(np.ndarray), array.flags.num & FLAGS
+    return [ARRAY, 0, kind, array.ndim, id(array.dtype), flags, numbers, size, *array.shape, *array.strides]
+
+
+def constant_slot(value: Any) -> list[int]:
+    """Return the numbers of any other argument."""
+    slot = [CONSTANT, id(value), 0, 0, -1, 0, 0, 0]
+    if type(value) is float:
+        slot[2:4] = id(float), float_word(value)
+    elif type(value) is int and abs(value) < MOST_INT:
+        slot[2:5] = id(int), *small_int(value)
+    return slot
+
+
+def is_constant(value: Any) -> bool:
+    """Return whether an argument never changes its value."""
+    if isinstance(value, tuple):
+        return type(value) is tuple and all(map(is_constant, value))
+    frozen = getattr(getattr(value, "__dataclass_params__", None), "frozen", False)
+    return type(value) in VALUES or isinstance(value, np.generic) or bool(frozen)
+
+
+def state_of(
+    count: int, names: list[str], slots: list[list[int]], values: list[Any], program: Program,
+    arrays: Sequence[Array | None],
+) -> Array:  # fmt: skip
+    """Return the numbers of a call: those of its arguments, and what runs it again."""
+    place: dict[int, int] = {}
+    begin, everywhere = HEADER + len(names), []
+    for slot, value in zip(slots, values, strict=True):
+        if slot[0] == ARRAY and not slot[7]:
+            place.setdefault(id(value), begin + 1)
+            everywhere.append((begin + 1, address(value)))
+        begin += len(slot)
+    own = [place.get(id(each), 0) for each in arrays]
+    distances = [(own[one], own[other], *rest) for one, other, *rest in program.distances]
+    pairs = [(a, b, int(x == y)) for (a, x), (b, y) in itertools.combinations(everywhere, 2)]
+    addresses = [(where, own[i], offset) for where, i, offset in program.addresses]
+    kernels = [
+        [
+            each.code, each.params, 0 if each.counters is None else address(each.counters),
+            0 if each.counters is None else each.counters.size, len(each.grants), each.schedule,
+            len(each.division), *itertools.chain(*each.grants, *each.division),
+        ]
+        for each in program.kernels
+    ]  # fmt: skip
+    parts = distances, pairs, kernels, addresses
+    sizes = [sum(map(len, part)) for part in parts]
+    at = [begin + sum(sizes[:i]) for i in range(4)]
+    step = program.step
+    header = [
+        count, len(names), 0, at[0], len(distances), len(pairs), at[2], len(kernels),
+        0 if step is None else address(step), program.version, program.room,
+        at[3], len(addresses),
+    ]  # fmt: skip
+    numbers = itertools.chain(*slots, *itertools.chain(*parts))
+    return np.array([*header, *[0] * (HEADER - len(header)), *map(id, names), *numbers], np.int64)
+
+
+def forget_all() -> None:
+    """Forget all calls that were remembered."""
+    for repeats in [*KNOWN]:
+        repeats.forget()
+
+
+def repeatable(operator: Function) -> Function:
+    """Decorate a function, or a method of an object with `repeats`, so that its calls can run again.
+
+    A call that runs a prepared call a second time says so by `note`. The next one is compared with it here.
+    """
+    names = [*inspect.signature(operator).parameters]
+    name = operator.__name__
+
+    @functools.wraps(operator)
+    def call_method(itself: Any, *args: Any, **keywords: Any) -> Any:
+        repeats = itself.repeats[name]
+        answer = repeats.again(args, keywords)
+        if answer is not None:
+            return answer
+        return repeats.record(functools.partial(operator, itself), names[1:], args, keywords)
+
+    if names[0] == "self":
+        return cast(Function, call_method)
+    repeats = Repeats()
+
+    @functools.wraps(operator)
+    def call_function(*args: Any, **keywords: Any) -> Any:
+        answer = repeats.again(args, keywords)
+        return answer if answer is not None else repeats.record(operator, names, args, keywords)
+
+    return cast(Function, call_function)
