@@ -305,7 +305,7 @@ class Layer(BaseLayer):
         return_key_weights: bool = False,
     ) -> Attended:
         with self._lock:
-            if attention_mask is sinks is None and return_lse is return_key_weights is False:
+            if attn_mask is sinks is None and return_lse is return_key_weights is False:
                 attended = self._attention.again(self, query, softmax_scale, softcap)
                 if attended is not None:
                     return attended
