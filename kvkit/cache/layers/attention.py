@@ -16,7 +16,7 @@ from kvkit.checks.values import checked_format, flag, one_piece
 from kvkit.errors import argument_error, describe
 from kvkit.formats import FLOATS, Element
 from kvkit.runtime.arrays import address
-from kvkit.runtime.repeats import Recording, Repeats
+from kvkit.runtime.repeats import CallNotes, Repeats
 from kvkit.typed import Array, Attended, Pair
 
 MOST_QUERY_BYTES = 2**18  # of queries for `prepare_pieces`, which keeps a copy of them for each piece
@@ -134,7 +134,7 @@ class LayerAttention:
         program = program._replace(step=self._words, version=int(self._words[0]))
         arguments = {"query": given, "softmax_scale": scoring.softmax_scale, "softcap": scoring.softcap}
         self._repeats.forget()
-        self._repeats.remember(Recording([(program, (given, out, None))], [], {}), arguments, 3, [], out)
+        self._repeats.remember(CallNotes([(program, (given, out, None))], [], {}), arguments, 3, [], out)
         self._repeated = prepared, layer.store, query.shape[1]
 
     def _attend_pieces(
