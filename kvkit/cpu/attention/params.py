@@ -85,10 +85,11 @@ BLOCK = Record(
     "key_ids value_ids key_row value_row wide_keys wide_values weights",
 )
 # `live` query rows from `first` on, which see a block's first `count` tokens, and addresses of their data.
-# All rows see positions `seen_from` .. `seen_to`, and none sees `unseen_from` or later ones.
+# All rows see positions `seen_from` .. `seen_to`, and none sees `unseen_from` or later ones, or any before
+# `unseen_to`.
 TILE = Record(
-    "index head first live count seen_from seen_to unseen_from keys values key_scales value_scales factor",
-    "queries engine_queries rest scores alpha m l o",
+    "index head first live count seen_from seen_to unseen_from unseen_to keys values key_scales value_scales",
+    "factor queries engine_queries rest scores alpha m l o",
 )
 
 params_at, engine_at = memory.record(ATTENTION_PARAMS), memory.record(ENGINE)

@@ -53,7 +53,8 @@ def attend_blocks(params, block, engine):
             tile = tile_of(params, block, begin)
             load_block(params, block, tile, engine)  # K, V in the engine's form      [tokens, dim]
             count = min(block.count, tile.unseen_from - block.begin)
-            if count <= 0:
+            sees_none = block.wide and engine.softmax and block.begin + count <= tile.unseen_to
+            if count <= 0 or (sees_none and not block.nan_safe):
                 continue
             for t in range(begin, begin + together):
                 tile = tile_of(params, block, t)
@@ -197,7 +198,7 @@ def set_up_tiles(params, block, state):
         if not block.wide:
             tile.head, tile.first = block.head + t, block.row
         tile.live = min(rows, block.query_rows - tile.first)
-        _, tile.seen_to = visible(params, block, tile.first // params.group)
+        tile.unseen_to, tile.seen_to = visible(params, block, tile.first // params.group)
         tile.seen_from, tile.unseen_from = visible(
             params, block, (tile.first + tile.live - 1) // params.group
         )

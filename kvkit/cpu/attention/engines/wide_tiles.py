@@ -285,7 +285,8 @@ def next_sees_all(block, tile):
     """Return whether a tile and the next one see all of the block, which is whole steps."""
     if tile.index + 1 >= block.tiles or tile.count < block.count or block.count % tile_products.STEP:
         return False
-    return tile_at(address_of(tile) + TILE_BYTES).unseen_from >= block.begin + block.count
+    after, end = tile_at(address_of(tile) + TILE_BYTES), block.begin + block.count
+    return after.unseen_to < end <= after.unseen_from
 
 
 @helper
