@@ -1,6 +1,7 @@
-"""Draw how cost grows: python -m benchmarks.plot (needs matplotlib)
+"""Draw how cost grows, and how long others take: python -m benchmarks.plot (needs matplotlib)
 
-`growth` shows results/growth.json and shapes.json, `threads` the model of many_cores.py.
+`growth` shows results/growth.json and shapes.json, `threads` the model of many_cores.py, and `rivals` some
+cases of decoding.json.
 """
 
 import hashlib
@@ -12,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import many_cores
+from benchmarks.table import HEADLINES, PEERS
 
 HERE = Path(__file__).resolve().parent
-GROWTH, SHAPES = (HERE / "results" / f"{name}.json" for name in ("growth", "shapes"))
+GROWTH, SHAPES, DECODING = (HERE / "results" / f"{name}.json" for name in ("growth", "shapes", "decoding"))
 FOLDER = HERE.parent / "docs" / "pictures"
 STEP = re.compile(
     r"decode (?P<kind>\w+), (?P<batch>\d+) x (?P<tokens>[\d,]+) tokens, (?P<threads>\d+) threads"
@@ -100,7 +102,31 @@ def draw_threads(figure: Any) -> None:
     by_splits.set_xscale("log", base=2)
 
 
-PICTURES = {"growth": (draw_growth, 9.5), "threads": (draw_threads, 6)}  # and their heights in inches
+def draw_rivals(figure: Any) -> None:
+    """Draw the time of a step of decoding as a bar for kvkit and each peer, by case."""
+    found = {result["case"]: result for result in json.loads(DECODING.read_text())["results"]}
+    axes, y, ticks = figure.subplots(), 0.0, []
+    for case in (case for case in HEADLINES if case in found):
+        result = found[case]
+        times = {"kvkit": result["seconds"]}
+        times |= {name: result["beside"][name] for name in PEERS if result["beside"].get(name)}
+        ticks.append((y + (len(times) - 1) / 2, case.removeprefix("decode ").replace(", layout 3", "")))
+        for name, seconds in times.items():
+            axes.barh(y, seconds * 1e3, 0.8, color=COLOURS["float16" if name == "kvkit" else "int8"])
+            axes.text(seconds * 1e3, y, f" {name} {seconds * 1e3:.3g} ms", va="center", fontsize=8)
+            y += 1
+        y += 0.8
+    axes.set_yticks([place for place, _ in ticks], [case.replace(", ", ",\n") for _, case in ticks])
+    axes.invert_yaxis()
+    axes.margins(x=0.45)
+    axes.set_xlabel("ms of a step of one layer")
+
+
+PICTURES = {
+    "growth": (draw_growth, 9.5),
+    "threads": (draw_threads, 6),
+    "rivals": (draw_rivals, 5),
+}  # and their heights in inches
 
 
 def draw_svg(name: str, page: str) -> str:
@@ -119,11 +145,11 @@ def draw_svg(name: str, page: str) -> str:
 
 def digest() -> str:
     """Return a digest of the figures that are shown."""
-    sources = GROWTH, SHAPES, HERE / "many_cores.py"
+    sources = GROWTH, SHAPES, DECODING, HERE / "many_cores.py"
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
 
 if __name__ == "__main__":
-    if GROWTH.exists() and SHAPES.exists():  # they were measured
+    if all(path.exists() for path in (GROWTH, SHAPES, DECODING)):  # they were measured
         for name, page in itertools.product(PICTURES, ("light", "dark")):
             (FOLDER / f"{name}-{page}.svg").write_text(draw_svg(name, page))

@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.suites.measuring import bound_share, ratio_text, speed_ratio
 
 HERE = Path(__file__).resolve().parent
-HEADLINES = [
+HEADLINES = [  # of README's picture
     "decode float32, 8 kv heads, layout 3",
     "decode float16, 8 kv heads, layout 3",
     "decode float16, 8 kv heads, pages of 16",
@@ -155,18 +155,6 @@ def beside(word, results, spread):
     yield from markdown(("case", "ms", unit, *names), rows)
 
 
-def headlines(report):
-    """Return a few results of decoding, for the first page."""
-    results = {result["case"]: result for result in report["results"]}
-    rows = []
-    for result in (results[case] for case in HEADLINES if case in results):
-        time, case = f"{result['seconds'] * 1e3:.3g} ms", result["case"].replace(", layout 3", "")
-        read = f"{result['bytes'] / result['beside']['read'] / 1e9:.1f}"
-        share = f"{times(result, 'read').strip('*')} of a read ({read})"
-        rows.append((case, time, f"{speed(result, 'bytes')} GB/s", share, best(result)))
-    yield from markdown(("", "time", "speed", "share of its limit", "the fastest other takes"), rows)
-
-
 def cases(report):
     """Return GB/s and shares of a read, a row for each format, a column for each number of key heads."""
     results = {result["case"]: result for result in report["results"]}
@@ -217,15 +205,6 @@ def losses(report):
     yield f"{bound} of these are as near to their bound by products.\n"
 
 
-def best(result):
-    """Return the time of the fastest peer of a case beside kvkit's, its name and its form."""
-    measured = [name for name in PEERS if result["beside"].get(name)]
-    if not measured:
-        return ""
-    fastest = min(measured, key=lambda name: speed_ratio(result, name))
-    return f"{speed_ratio(result, fastest):.1f}x, {fastest} {result['forms'][fastest]}"
-
-
 TABLES = HERE.parent / "docs" / "benchmark_tables.md"
 PAGES = [  # (page, name in its comments, suite of the figures, function that makes the table)
     (HERE / "README.md", "cases", "decoding", cases),
@@ -240,7 +219,6 @@ PAGES = [  # (page, name in its comments, suite of the figures, function that ma
     (TABLES, "shapes figures", "shapes", paired),
     (TABLES, "small figures", "small", small),
     (TABLES, "first figures", "first", first),
-    (HERE.parent / "README.md", "speeds", "decoding", headlines),
 ]
 
 

@@ -20,8 +20,8 @@ BLOCKS, PAGE = 14, 16
 SHARED, OWN = 64, 25  # tokens of a prompt that a third sequence shares, and of its own
 
 
-def main():
-    folder = Path(*(sys.argv[1:] or ["demo-out"]))
+def main(folder="demo-out"):
+    folder = Path(folder)
     folder.mkdir(exist_ok=True)
     files.write(folder / "chats.npz", chats())
     codes, _ = ten_faults.stored()
@@ -69,4 +69,4 @@ def chats():
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:2])

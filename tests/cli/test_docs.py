@@ -31,8 +31,8 @@ def test_readme_examples():
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/gallery.md"])
-def test_commands_of_pages(page, tmp_path, monkeypatch):
-    """Each line of the shell runs; what installs or tests the package is looked at only."""
+def test_commands_of_pages(page, tmp_path, monkeypatch, capsys):
+    """Each line of the shell runs and prints what stands under it; make and pip are looked at only."""
     pytest.importorskip("matplotlib")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
@@ -42,17 +42,25 @@ def test_commands_of_pages(page, tmp_path, monkeypatch):
         if program == "kvkit":
             with pytest.raises(SystemExit) as ended:
                 kvkit_main(words, prog_name="kvkit")
-            assert (ended.value.code or 0) == (words[0] == "diff")
+            assert (ended.value.code or 0) == (words[0] in ("diff", "check"))
         elif program == "make":
             subprocess.run(["make", "-n", "-C", ROOT, *words], check=True, capture_output=True)
         elif program == "python":
             monkeypatch.setattr(sys, "path", [str(ROOT / "examples"), *sys.path])
-            monkeypatch.setattr(sys, "argv", words)
-            script(ROOT / words[0]).main()
+            script(ROOT / words[0]).main(*words[1:])
         else:
             assert [program, *words] == ["pip", "install", "."]
-    assert programs == {"kvkit", *(("python",) if "gallery" in page else ("make", "pip"))}
+    assert programs == {"kvkit", "python", *(() if "gallery" in page else ("make", "pip"))}
     assert (tmp_path / "report" / "pareto.svg").exists()
+    printed = capsys.readouterr().out.splitlines()
+    for line in shown(ROOT / page):
+        assert any(each.startswith(line.removesuffix("…").rstrip()) for each in printed), line
+
+
+def shown(page):
+    """Return the lines of a page that commands print; an ellipsis stands for the rest of a line."""
+    blocks = "".join(re.findall(r"```console\n(.*?)```", page.read_text(), re.S))
+    return [line for line in blocks.splitlines() if line and not line.startswith("$ ")]
 
 
 @pytest.mark.parametrize("op", OPERATORS.values(), ids=lambda op: op.name)
@@ -228,7 +236,7 @@ def test_the_model_of_many_cores_reads_all_bytes_at_its_bounds():
 def test_benchmark_figures_are_not_typed():
     """Every table is what `benchmarks/table.py` makes of the committed results."""
     pages = script(ROOT / "benchmarks" / "table.py").updated()
-    assert README in pages
+    assert ROOT / "benchmarks" / "README.md" in pages
     for path, page in pages.items():
         assert path.read_text() == page
         assert "\n|---|" in page

@@ -170,7 +170,7 @@ def test_what_a_warp_runs_together_is_convergent():
     assert "convergent" not in alone
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/tools/cuda.md"])
+@pytest.mark.parametrize("page", ["docs/install.md", "docs/tools/cuda.md"])
 def test_pages_name_the_drivers(page):
     text = (Path(__file__).parents[2] / page).read_text()
     extras = dict(re.findall(r"`(cuda(?:12)?)`[^`]* driver (.*?) or later", text))
