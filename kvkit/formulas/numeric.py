@@ -1,8 +1,8 @@
 """Scalar numerics, written once for CPU and GPU: float bits, rounding, codes, softmax, slopes, angles.
 
 Values are float32; 16-bit floats are uint16 bits until they are widened. Formulas: PMX specification,
-KeyValueCache, ALiBiSlope, RotaryPositionEmbedding. `element` is the name of a float format, a constant when
-a kernel is compiled. m and l are the maximum and the sum of a softmax, as in FlashAttention.
+KeyValueCache, ALiBiSlope, RotaryPositionEmbedding. `element` is the name of a float format. m and l are the
+maximum and the sum of a softmax, as in FlashAttention.
 """
 
 import functools
@@ -124,42 +124,74 @@ float_to_e4m3, float_to_e5m2 = map(float_to_minifloat, ("e4m3", "e5m2"))
 
 
 @shared
-def round_to(element, x):
-    """Round a float32 to an element format."""
-    if element == "float16":
-        return half_to_float(float_to_half(x))
-    if element == "bfloat16":
-        return bfloat16_to_float(float_to_bfloat16(x))
+def unrounded(x):
     return x
 
 
 @shared
-def group_scale(element, largest, qmax):
-    """Return the scale of a group whose largest magnitude is `largest`."""
-    scale = round_to(element, largest / np.float32(qmax))
+def round_to_half(x):
+    return half_to_float(float_to_half(x))
+
+
+@shared
+def round_to_bfloat16(x):
+    return bfloat16_to_float(float_to_bfloat16(x))
+
+
+def rounding(element):
+    """Return the formula that rounds a float32 to an element format."""
+    return {"float16": round_to_half, "bfloat16": round_to_bfloat16}.get(element, unrounded)
+
+
+@functools.cache
+def group_scaling(element):
+    """Return the formula f(largest, qmax) of the scale of a group whose largest magnitude is `largest`."""
+    rounded = rounding(element)
     smallest = EPS16 if element == "float16" else (EPSBF if element == "bfloat16" else EPS32)
-    return max(scale, smallest)
+
+    @shared
+    def group_scale(largest, qmax):
+        return max(rounded(largest / np.float32(qmax)), smallest)
+
+    return group_scale
 
 
-@shared
-def quantize(element, x, scale, qmax):
-    """Return the code of x: x / scale, rounded to the element format first, then to an integer."""
-    ratio = round_to(element, x / scale)
-    ratio = min(max(ratio, np.float32(-qmax)), np.float32(qmax))
-    return np.int8(bits_of(ratio + np.float32(ROUNDER)) & np.uint32(0xFF))
+@functools.cache
+def quantizing(element):
+    """Return f(x, scale, qmax), the code of x: x / scale, rounded to the element, then to an integer."""
+    rounded = rounding(element)
+
+    @shared
+    def quantize(x, scale, qmax):
+        ratio = min(max(rounded(x / scale), np.float32(-qmax)), np.float32(qmax))
+        return np.int8(bits_of(ratio + np.float32(ROUNDER)) & np.uint32(0xFF))
+
+    return quantize
 
 
-@shared
-def dequantize(element, scale_element, code, scale):
-    """Return code * scale, rounded to the format of the scale, then to that of the element."""
-    return round_to(element, round_to(scale_element, np.float32(code) * scale))
+@functools.cache
+def dequantizing(element, scale_element):
+    """Return f(code, scale) = code * scale, rounded to the scale's format, then to the element's."""
+    rounded, product = rounding(element), rounding(scale_element)
+
+    @shared
+    def dequantize(code, scale):
+        return rounded(product(np.float32(code) * scale))
+
+    return dequantize
 
 
-@shared
-def largest_scale(scale_element, largest, limit):
-    """Return the stored scale of numbers up to `largest`; 1 in place of 0."""
-    scale = round_to(scale_element, largest / np.float32(limit))
-    return scale if scale != np.float32(0) else np.float32(1)
+@functools.cache
+def largest_scaling(scale_element):
+    """Return f(largest, limit), the stored scale of numbers up to `largest`; 1 in place of 0."""
+    rounded = rounding(scale_element)
+
+    @shared
+    def largest_scale(largest, limit):
+        scale = rounded(largest / np.float32(limit))
+        return scale if scale != np.float32(0) else np.float32(1)
+
+    return largest_scale
 
 
 @shared

@@ -38,8 +38,14 @@ OPTIONS = {"error_model": "numpy", "boundscheck": False}
 
 
 def shared(function: Function) -> Any:
-    """Compile a scalar formula that kernels of both targets inline: no signature, no fastmath."""
-    return numba.njit(inline="always", **OPTIONS)(function)
+    """Compile a scalar formula of both targets: no signature, no fastmath.
+
+    Kernels on GPUs inline it as Numba does, before types are known. CPU kernels link it, and LLVM inlines it.
+    """
+    options = OPTIONS | {"inline": "always"}
+    if numba_068.is_known():
+        return numba_068.shared_formula(copy_under_own_name(function), options)
+    return numba.njit(**options)(function)
 
 
 def helper(function: Function) -> Any:

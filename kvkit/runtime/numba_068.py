@@ -5,13 +5,14 @@ them again. The first pass is most of a first call's time, so the classes below 
 versions of Numba kernels compile the usual way.
 """
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import llvmlite.binding as llvm
 import numba
-from numba.core import compiler, typed_passes, untyped_passes
+from numba.core import compiler, ir_utils, typed_passes, untyped_passes
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler_machinery import PassManager, register_pass
 from numba.core.lowering import Lower
@@ -54,6 +55,26 @@ class InlinedHelper(CPUDispatcher):
         entry = object()
         self.targetctx.insert_user_function(entry, result.fndesc, [result.library])
         self.overloads[tuple(result.signature.args)] = result._replace(entry_point=entry)
+
+
+def shared_formula(function: Callable[..., Any], options: dict[str, Any]) -> "SharedFormula":
+    """Return a formula that CPU kernels link as a helper, and that other targets inline."""
+    return SharedFormula(function, targetoptions=options | {"nopython": True}, pipeline_class=HelperCompiler)
+
+
+class SharedFormula(InlinedHelper):
+    """A helper that Python may call too: the simulator of GPUs does."""
+
+    @functools.cached_property
+    def compiled(self) -> Any:
+        """Return the formula as Numba compiles a function for Python."""
+        return numba.njit(**{name: self.targetoptions[name] for name in ("error_model", "boundscheck")})(
+            self.py_func
+        )
+
+    def __call__(self, *args: Any) -> Any:
+        """Return the formula's value."""
+        return self.compiled(*args)
 
 
 class HelperLibrary(JITCodeLibrary):
@@ -157,6 +178,23 @@ class NumberLowering(typed_passes.NativeLowering):
         return NumberLower
 
 
+@register_pass(mutates_CFG=True, analysis_only=False)
+class Inlining(untyped_passes.InlineInlinables):
+    """Numba's pass that inlines formulas, which leaves those that kernels link to LLVM: it is much faster."""
+
+    _name = "inlining_of_what_is_not_linked"
+
+    def _do_work(self, state: Any, work_list: Any, block: Any, i: int, expr: Any, worker: Any) -> bool:
+        called = ir_utils.guard(ir_utils.get_definition, state.func_ir, expr.func)
+        if getattr(called, "op", None) == "getattr":
+            called = ir_utils.resolve_func_from_module(state.func_ir, called)
+        else:
+            called = getattr(called, "value", None)
+        if isinstance(called, SharedFormula):
+            return False
+        return super()._do_work(state, work_list, block, i, expr, worker)
+
+
 class QuietPasses(PassManager):
     """Runs passes without Numba's events before and after each, for which it prints all types."""
 
@@ -165,6 +203,9 @@ class QuietPasses(PassManager):
         each.run_initialization(state)
         each.run_pass(state)
         each.run_finalizer(state)
+
+
+OWN_PASSES = {typed_passes.NativeLowering: NumberLowering, untyped_passes.InlineInlinables: Inlining}
 
 
 class HelperCompiler(compiler.Compiler):
@@ -196,9 +237,7 @@ class HelperCompiler(compiler.Compiler):
         for manager in managers:
             passes = QuietPasses(manager.pipeline_name)
             passes.passes = [
-                (NumberLowering if each is typed_passes.NativeLowering else each, why)
-                for each, why in manager.passes
-                if each not in UNUSED_PASSES
+                (OWN_PASSES.get(each, each), why) for each, why in manager.passes if each not in UNUSED_PASSES
             ]
             passes.finalize()
             quiet.append(passes)

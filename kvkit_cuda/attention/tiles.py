@@ -133,7 +133,7 @@ def widen_codes(element, cache_format, scale_format):
     (raw, code_of), (raw_scale, scale_of) = chunks.DECODE[cache_format], chunks.DECODE[scale_format]
     size = code_bytes(cache_format)
     read, read_scale = memory.load(size, size), memory.load(*chunks.access(scale_format, 1))
-    write = memory.store(16, 16, memory.SHARED)
+    write, dequantize = memory.store(16, 16, memory.SHARED), numeric.dequantizing(element, scale_format)
 
     @shared
     def widen(codes, first, second, first_target, second_target):
@@ -144,7 +144,7 @@ def widen_codes(element, cache_format, scale_format):
             words = np.uint64(0), np.uint64(0)
             for i in range(CHUNK):
                 code = code_of(raw(chunks.field(low, high, (chunk * CHUNK + i) * bits)))
-                word = np.uint64(encode(numeric.dequantize(element, scale_format, code, step)))
+                word = np.uint64(encode(dequantize(code, step)))
                 word <<= np.uint64(i % 4 * 16)
                 words = (words[0] | word, words[1]) if i < 4 else (words[0], words[1] | word)
             write(second_target if chunk else first_target, words[0], words[1])

@@ -114,7 +114,7 @@ def load(packed, cache_format, span):
 def dequantize(packed, cache_format, scale_format, span):
     """Return f(packed address, cache address, scale address), which loads a chunk of codes."""
     # A float of 8 bits times its scale is not rounded to the scale's format.
-    element, scale_element = packed, "float32" if BY_NAME[cache_format].minifloat else scale_format
+    product = numeric.dequantizing(packed, "float32" if BY_NAME[cache_format].minifloat else scale_format)
     read, write = memory.load(*access(cache_format, span)), memory.store(*access(packed, span))
     read_scale, (raw_scale, scale_of) = memory.load(*access(scale_format, 1)), DECODE[scale_format]
     (raw, code_of), encode = DECODE[cache_format], ENCODE[packed]
@@ -128,7 +128,7 @@ def dequantize(packed, cache_format, scale_format, span):
         new_low, new_high = np.uint64(0), np.uint64(0)
         for i in range(span):
             code = code_of(raw(field(low, high, i * code_bits)))
-            word = np.uint64(encode(numeric.dequantize(element, scale_element, code, step)))
+            word = np.uint64(encode(product(code, step)))
             new_low, new_high = insert_bits(new_low, new_high, word, i * bits)
         write(packed, new_low, new_high)
 
@@ -157,7 +157,8 @@ def quantize(packed, cache_format, scale_format, span, read):
     """Return f(packed, cache, scale address, largest of the group, first), which encodes a chunk.
 
     The chunk that is `first` in its group also stores the scale."""
-    element, (_, qmax) = packed, BY_NAME[cache_format].limits
+    _, qmax = BY_NAME[cache_format].limits
+    group_scale, code_of = numeric.group_scaling(packed), numeric.quantizing(packed)
     write = memory.store(*access(cache_format, span))
     write_scale, scale_from = memory.store(*access(scale_format, 1)), ENCODE[scale_format]
     (raw, decode), bits, code_bits = DECODE[packed], BY_NAME[packed].bits, BY_NAME[cache_format].bits
@@ -166,10 +167,10 @@ def quantize(packed, cache_format, scale_format, span, read):
     @shared
     def quantize(packed, cache, scale, largest, first):
         low, high = read(packed)
-        step = numeric.group_scale(element, numeric.float_of(np.uint32(largest)), qmax)
+        step = group_scale(numeric.float_of(np.uint32(largest)), qmax)
         codes = np.uint64(0)
         for i in range(span):
-            code = numeric.quantize(element, decode(raw(field(low, high, i * bits))), step, qmax)
+            code = code_of(decode(raw(field(low, high, i * bits))), step, qmax)
             codes |= (np.uint64(code) & np.uint64(mask)) << np.uint64(i * code_bits)
         write(cache, codes, np.uint64(0))
         if first:
@@ -189,13 +190,14 @@ def divide(packed, cache_format, scale_format, span, given, read):
     read_scale, (raw_scale, scale_from_bits) = memory.load(*access(scale_format, 1)), DECODE[scale_format]
     write_scale, scale_from = memory.store(*access(scale_format, 1)), ENCODE[scale_format]
     encode, code_bits = ENCODE[cache_format], BY_NAME[cache_format].bits
+    largest_scale = numeric.largest_scaling(scale_format)
 
     @shared
     def scale_of(scale, largest, first):
         if given:
             scale_bits, _ = read_scale(scale)
             return scale_from_bits(raw_scale(scale_bits))
-        step = numeric.largest_scale(scale_format, numeric.float_of(np.uint32(largest)), limit)
+        step = largest_scale(numeric.float_of(np.uint32(largest)), limit)
         if first:
             write_scale(scale, np.uint64(scale_from(step)), np.uint64(0))
         return step
@@ -224,7 +226,8 @@ def widen(packed, cache_format, scale_format, scales, span):
     bits, minifloat = BY_NAME[cache_format].bits, BY_NAME[cache_format].minifloat
     if scale_format is None:
         return widen_floats(packed, cache_format, span)
-    product = scale_format if coarser(scale_format, packed) and not minifloat else "float32"
+    rounds = coarser(scale_format, packed) and not minifloat
+    product = numeric.dequantizing("float32", scale_format if rounds else "float32")
     (raw_scale, scale_of), scale_bits = DECODE[scale_format], BY_NAME[scale_format].bits
     read_scales, group = memory.load(*access(scale_format, scales)), span // scales
 
@@ -235,7 +238,7 @@ def widen(packed, cache_format, scale_format, scales, span):
         for i in range(span):
             code = decode(raw(field(low, high, i * bits)))
             step = scale_of(raw_scale(field(low_scales, high_scales, i // group * scale_bits)))
-            elements[i] = numeric.dequantize("float32", product, code, step)
+            elements[i] = product(code, step)
 
     return widen
 
@@ -244,13 +247,13 @@ def widen_floats(packed, cache_format, span):
     """Return `widen` for floats."""
     read, bits = memory.load(*access(cache_format, span)), BY_NAME[cache_format].bits
     raw, decode = DECODE[cache_format]
-    element = packed if coarser(packed, cache_format) else "float32"
+    rounded = numeric.rounding(packed if coarser(packed, cache_format) else "float32")
 
     @shared
     def widen(cache, scale, elements):
         low, high = read(cache)
         for i in range(span):
-            elements[i] = numeric.round_to(element, decode(raw(field(low, high, i * bits))))
+            elements[i] = rounded(decode(raw(field(low, high, i * bits))))
 
     return widen
 

@@ -17,7 +17,7 @@ SIGNIFICANDS = {"fp16": 1024, "bf16": 128}
 
 
 def rounded_by(name):
-    return mapped(numba.njit(lambda x: numeric.round_to(name, x)), np.float32)
+    return mapped(numeric.rounding(name), np.float32)
 
 
 def cast(values, dtype):

@@ -17,19 +17,23 @@ assert cuda.is_available() and cuda.simulator
 
 
 rotated = numeric.rotation(numeric.product)
+scale_of, bfloat16_scale = map(numeric.group_scaling, ("float16", "bfloat16"))
+half_code, bfloat16_code = map(numeric.quantizing, ("float16", "bfloat16"))
+rounded = numeric.rounding("bfloat16")
+dequantize = numeric.dequantizing("float32", "float16")
 
 
 def body(i, x, half, table, floats, codes, rows):
-    scale = numeric.group_scale("float16", abs(x[i]), 7)
-    codes[i, 0] = numeric.quantize("float16", x[i], scale, 7)
-    codes[i, 1] = numeric.quantize("bfloat16", x[i], numeric.group_scale("bfloat16", abs(x[i]), 127), 127)
+    scale = scale_of(abs(x[i]), 7)
+    codes[i, 0] = half_code(x[i], scale, 7)
+    codes[i, 1] = bfloat16_code(x[i], bfloat16_scale(abs(x[i]), 127), 127)
     codes[i, 2] = numeric.pack_nibbles(codes[i, 0], codes[i, 1])
     codes[i, 3] = numeric.low_nibble(codes[i, 2])
     codes[i, 4] = numeric.high_nibble(codes[i, 2])
     floats[i, 0] = numeric.half_to_float(half[i])
     floats[i, 1] = numeric.bfloat16_to_float(half[i])
-    floats[i, 2] = numeric.dequantize("float32", "float16", codes[i, 0], scale)
-    floats[i, 3] = numeric.round_to("bfloat16", x[i])
+    floats[i, 2] = dequantize(codes[i, 0], scale)
+    floats[i, 3] = rounded(x[i])
     rows[i, 0] = index.row_of(table[index.page_of(i, 5)], i, 5)
     rows[i, 1] = index.rest_of_page(i, 5)
     rows[i, 2] = index.share(1000, i, 300)

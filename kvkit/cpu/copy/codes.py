@@ -40,22 +40,10 @@ class Codes:
 
 
 @shared
-def asymmetric_scale(scale_format, span, most):
-    """Return the scale of a group whose largest and least number differ by `span`."""
-    return numeric.round_to(scale_format, max(span / np.float32(most), numeric.EPS32))
-
-
-@shared
 def asymmetric_code(x, minimum, scale, most):
     """Return the code of x, 0 to `most`: (x - minimum) / scale, rounded half to even."""
     ratio = min(max((x - minimum) / scale, np.float32(0)), np.float32(most))
     return np.int8(numeric.bits_of(ratio + np.float32(numeric.ROUNDER)) & np.uint32(0xFF))
-
-
-@shared
-def asymmetric_number(element, code, scale, minimum):
-    """Return code * scale + minimum, rounded to the element format."""
-    return numeric.round_to(element, np.float32(code) * scale + minimum)
 
 
 def scale_format_of(codes):
@@ -88,6 +76,7 @@ def widen_row(codes, product, plain):
     get_byte, get_scale, put = memory.load(types.int8), memory.read(scale_format), memory.write("float32")
     scale_bytes, mask, most = BY_NAME[scale_format].bytes(1), (1 << bits) - 1, (1 << bits - 1) - 1
     vector = panels.whole_panels(group) and not plain
+    dequantize, rounded = numeric.dequantizing(element, product), numeric.rounding(element)
     panel: Any = panels.widen(bits, symmetric, scale_format, group, product, element) if vector else None
 
     def row(target, codes, scales, dim):
@@ -102,9 +91,9 @@ def widen_row(codes, product, plain):
             code = (get_byte(codes + i * bits // 8) >> (i * bits % 8)) & mask
             if symmetric:
                 code -= (mask + 1) if code > most else 0
-                number = numeric.dequantize(element, product, code, get_scale(scales + at))
+                number = dequantize(code, get_scale(scales + at))
             else:
-                number = asymmetric_number(element, code, get_scale(scales + at), get_scale(minima + at))
+                number = rounded(np.float32(code) * get_scale(scales + at) + get_scale(minima + at))
             put(target + 4 * i, number)
 
     return callback(row_by_row(row), SIGNATURE, ("widen", codes, product, plain))
@@ -152,6 +141,8 @@ def encoded_groups(codes):
     get_byte, put_byte = memory.load(types.int8), memory.store(types.int8)
     size, scale_bytes, mask = BY_NAME[element].bytes(1), BY_NAME[scale_format].bytes(1), (1 << bits) - 1
     _, most = CODES[bits, symmetric].limits
+    group_scale, quantize = numeric.group_scaling(element), numeric.quantizing(element)
+    rounded = numeric.rounding(scale_format)
 
     def encode_groups(source, codes, scales, minima, first, dim):
         for g in range(first, dim // group):
@@ -161,19 +152,16 @@ def encoded_groups(codes):
                     x = get(source + (t * dim + i) * size)
                     low, high = min(low, x), max(high, x)
             if symmetric:
-                scale = numeric.group_scale(element, max(high, -low), most)
+                scale = group_scale(max(high, -low), most)
             else:
-                low = numeric.round_to(scale_format, low) + np.float32(0)  # turns -0 into +0
-                scale = asymmetric_scale(scale_format, high - low, most)
+                low = rounded(low) + np.float32(0)  # turns -0 into +0
+                scale = rounded(max((high - low) / np.float32(most), numeric.EPS32))
                 put_scale(minima + g * scale_bytes, low)
             put_scale(scales + g * scale_bytes, scale)
             for t in range(tokens):
                 for i in range(g * group, (g + 1) * group):
                     x = get(source + (t * dim + i) * size)
-                    if symmetric:
-                        code = numeric.quantize(element, x, scale, most)
-                    else:
-                        code = asymmetric_code(x, low, scale, most)
+                    code = quantize(x, scale, most) if symmetric else asymmetric_code(x, low, scale, most)
                     place, shift = codes + (t * dim + i) * bits // 8, i * bits % 8
                     byte = get_byte(place) & ~(mask << shift)
                     put_byte(place, np.int8(byte | (code & mask) << shift))

@@ -32,7 +32,7 @@ def scaled_row(packed, cache, scale, group, plain):
         BY_NAME[scale].bytes(1),
         BY_NAME[cache].limits[1],
     )
-    scale_format = scale
+    largest_scale = numeric.largest_scaling(scale)
     vector = group % LANES == 0 and not plain
     largest_of: Any = panels.largest(packed) if vector else None
     panel: Any = panels.quotients(packed, cache, scale) if vector else None
@@ -50,7 +50,7 @@ def scaled_row(packed, cache, scale, group, plain):
                 else:
                     for i in range(1, shared):
                         largest = max(largest, abs(get(source + i * packed_bytes)))
-                put_scale(scale_at, numeric.largest_scale(scale_format, largest, limit))
+                put_scale(scale_at, largest_scale(largest, limit))
             if vector:
                 whole = shared // LANES * LANES
                 for i in range(0, whole, LANES):

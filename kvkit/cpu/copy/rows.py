@@ -118,14 +118,17 @@ def dequantized_row(data_dtype, cache_format, scale_format, group, product, stre
     get_code = memory.read(cache_format) if minifloat else memory.load(types.int8)
     packed_bytes, scale_bytes = BY_NAME[data_dtype].bytes(1), BY_NAME[scale_format].bytes(1)
     vector = panels.lanes_divide(group) and not plain
-    formats = cache_format, scale_format, group, product, data_dtype
+    formats, dequantize = (
+        (cache_format, scale_format, group, product, data_dtype),
+        numeric.dequantizing(data_dtype, product),
+    )
     panel: Any = panels.dequantize(*formats, stream) if vector else None
 
     def element(packed, cache, scale, i):
         code = get_code(cache + i * code_bits // 8)
         if code_bits == 4:
             code = numeric.high_nibble(code) if i % 2 else numeric.low_nibble(code)
-        put(packed + i * packed_bytes, numeric.dequantize(data_dtype, product, code, scale))
+        put(packed + i * packed_bytes, dequantize(code, scale))
 
     element = helper(element)
 
@@ -148,6 +151,7 @@ def quantized_row(data_dtype, cache_format, scale_format, group):
     get, put_scale, put_code = memory.read(data_dtype), memory.write(scale_format), memory.store(types.int8)
     code_bits, (_, qmax) = BY_NAME[cache_format].bits, BY_NAME[cache_format].limits
     packed_bytes, scale_bytes = BY_NAME[data_dtype].bytes(1), BY_NAME[scale_format].bytes(1)
+    group_scale, quantize = numeric.group_scaling(data_dtype), numeric.quantizing(data_dtype)
 
     def row(packed, cache, scale, dim):
         for first in range(0, dim, group):
@@ -155,16 +159,16 @@ def quantized_row(data_dtype, cache_format, scale_format, group):
             largest = abs(get(source))
             for i in range(1, group):
                 largest = max(largest, abs(get(source + i * packed_bytes)))
-            step = numeric.group_scale(data_dtype, largest, qmax)
+            step = group_scale(largest, qmax)
             put_scale(scale + first // group * scale_bytes, step)
             if code_bits == 8:
                 for i in range(group):
                     x = get(source + i * packed_bytes)
-                    put_code(target + i, numeric.quantize(data_dtype, x, step, qmax))
+                    put_code(target + i, quantize(x, step, qmax))
             else:
                 for i in range(0, group, 2):
-                    low = numeric.quantize(data_dtype, get(source + i * packed_bytes), step, qmax)
-                    high = numeric.quantize(data_dtype, get(source + (i + 1) * packed_bytes), step, qmax)
+                    low = quantize(get(source + i * packed_bytes), step, qmax)
+                    high = quantize(get(source + (i + 1) * packed_bytes), step, qmax)
                     put_code(target + i // 2, numeric.pack_nibbles(low, high))
 
     return row

@@ -34,13 +34,13 @@ def element_at(stored, scale_format, group, exact):
         return helper(lambda row, scale_base, i: get_number(row + i * size))
     get_code, get_scale = memory.load(types.int8), memory.read(scale_format)
     bits, scale_size = BY_NAME[stored].bits, BY_NAME[scale_format].bytes(1)
-    rounded = scale_format if exact else "float32"
+    dequantize = numeric.dequantizing("float32", scale_format if exact else "float32")
 
     def element(row, scale_base, i):
         code = get_code(row + i * bits // 8)
         if bits == 4:
             code = numeric.high_nibble(code) if i % 2 else numeric.low_nibble(code)
-        return numeric.dequantize("float32", rounded, code, get_scale(scale_base + i // group * scale_size))
+        return dequantize(code, get_scale(scale_base + i // group * scale_size))
 
     return helper(element)
 
