@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from kind_scenes import delta, step
 
 from kvkit import KvkitError, Rope
 from kvkit.cache import (
@@ -9,6 +10,7 @@ from kvkit.cache import (
     ChunkedLayer,
     CompressedLayer,
     DynamicLayer,
+    GatedDeltaLayer,
     IndexedLayer,
     LatentLayer,
     OutOfBlocksError,
@@ -50,12 +52,14 @@ KINDS = {
     "hca": lambda: pooling(drafts=2),
     "state": lambda: StateLayer(checkpoint_every=3),
     "no checkpoints": StateLayer,
+    "delta": delta,
+    "delta by channel": lambda: delta("kda", checkpoint_every=3),
     "shared": lambda: SharedLayer(of=0),
 }
 ALONE = [[kind] for kind in KINDS if kind != "shared"]
 MIXED = [
-    ["csa", "hca", "window of V4"],
-    ["dynamic", "window"], ["dynamic", "state"], ["codes", "window", "state"], ["latent", "state"],
+    ["csa", "hca", "window of V4"], ["dynamic", "window"], ["dynamic", "state"], ["dynamic", "delta"],
+    ["codes", "window", "state"], ["latent", "state"],
     ["dynamic", "shared"], ["chunks", "shared", "static window"], ["codes", "channels"],
     ["static", "static window"],
 ]  # fmt: skip
@@ -76,6 +80,8 @@ def grow(cache, count, rng, batch=2):
             cache.update(rows_of(layer, count, rng, batch)[0][:, :1], pair, i, **more)
         elif layer.of is None and layer.has_rows:
             cache.update(*rows_of(layer, count, rng, batch), i)
+        elif isinstance(layer, GatedDeltaLayer):
+            step(layer, count, length, batch)
         elif layer.of is None:
             cache.update({"s": np.full((batch, 3), length + count, np.float32)}, count, i)
 

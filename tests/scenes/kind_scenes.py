@@ -8,6 +8,7 @@ from kvkit.cache import (
     CompressedLayer,
     DynamicCache,
     DynamicLayer,
+    GatedDeltaLayer,
     IndexedLayer,
     LatentLayer,
     PagedCache,
@@ -89,13 +90,31 @@ KINDS = {
     "compressed": lambda: Cache([pooling(16, 8, 2, drafts=1)]),
     "compressed codes": lambda: Cache([pooling(512, 64, 2, format="ds_v4", drafts=1)]),
     "state": lambda: Cache([StateLayer(checkpoint_every=2)], rope="none"),
+    "delta": lambda: Cache([delta()], rope="none"),
+    "delta by channel": lambda: Cache([delta("kda", checkpoint_every=2)], rope="none"),
 }
+
+
+def delta(kind="gdn", **options):
+    return GatedDeltaLayer(2, 4, 3, 14, 3, kind=kind, **options)
+
+
+def step(layer, count, seed, batch=2):
+    """Let tokens update the state of a layer of the delta rule; return its outputs."""
+    rng, inner = np.random.default_rng(seed), (2, 4) if layer.kind == "kda" else (2,)
+    qkv = rng.standard_normal((layer.batch_size or batch, count, 14)).astype(np.float32)
+    a, b = (rng.standard_normal((*qkv.shape[:2], *shape), np.float32) for shape in (inner, (2,)))
+    weights = np.random.default_rng(0)
+    gates = weights.standard_normal(2, np.float32), weights.standard_normal(inner, np.float32)
+    return layer.step(qkv, a, b, weights.standard_normal((14, 3), np.float32), gates=gates)
 
 
 def append(cache, count, seed, indexes=True):
     """Append new tokens to layer 0; return what attention of the last one makes of all."""
     layer = cache.layers[0]
     batch = layer.batch_size or 2
+    if isinstance(layer, GatedDeltaLayer):
+        return [step(layer, count, seed), *attend(cache)]
     if isinstance(layer, StateLayer):
         return [*cache.update({"sum": tokens(3, seed, batch=batch)}, count, 0).values()]
     if isinstance(layer, CompressedLayer):
