@@ -6,6 +6,7 @@ from typing import Any
 
 from kvkit.cache.caches import Cache
 from kvkit.cache.layers.chunked import ChunkedLayer
+from kvkit.cache.layers.compressed import EPS, CompressedLayer
 from kvkit.cache.layers.dynamic import DynamicLayer
 from kvkit.cache.layers.latent import IndexedLayer, LatentLayer
 from kvkit.cache.layers.layer import Layer
@@ -19,7 +20,7 @@ from kvkit.models.description import KINDS, LayerShape
 from kvkit.rope import NO_ROTATION, Rope
 from kvkit.typed import FilePath
 
-MADE = "full, window, chunk, latent, state, conv, both, shared, none"
+MADE = "full, window, chunk, latent, compressed, state, conv, both, shared, none"
 
 
 def from_config(config: Any, *, rope: Any = None, offload: FilePath | None = None) -> Cache:
@@ -58,7 +59,9 @@ def from_config(config: Any, *, rope: Any = None, offload: FilePath | None = Non
     """
     entries = read_entries(config)
     shapes = read_layers(entries).layers
-    layers = [layer_of(shape, i, shapes) for i, shape in enumerate(shapes)]
+    pooled = "compressed" in [shape.kind for shape in shapes]
+    layers = compressed_layers(shapes, entries) if pooled else []
+    layers = layers or [layer_of(shape, i, shapes) for i, shape in enumerate(shapes)]
     ropes = ropes_of(entries, layers) if rope is None else rope
     beside = [StateLayer() for shape in shapes if shape.kind == "both"]
     if isinstance(ropes, list):
@@ -85,6 +88,21 @@ def layer_of(shape: LayerShape, number: int, shapes: tuple[LayerShape, ...]) -> 
     beside = " with index keys beside keys and values" if shape.index_dim else ""
     found = f"layer {number} of kind {kind}{beside}: {KINDS[kind]}"
     raise argument_error("config", f"layers of kinds that a cache has ({MADE})", found)
+
+
+def compressed_layers(shapes: tuple[LayerShape, ...], entries: Any) -> list[Layer]:
+    """Make the empty layers of DeepSeek V4, which get the weights of their compressors later."""
+    topk = entries.get("index_topk")
+    if topk is None and any(shape.index_dim for shape in shapes):
+        wanted = "how many rows an indexer chooses (512 in V4-Flash, 1024 in V4-Pro)"
+        raise argument_error("index_topk", wanted, "none")
+    return [
+        CompressedLayer(
+            shape.key_dim, rope.rotary_dim, shape.window, shape.ratio, shape.index_dim or None,
+            index_topk=topk if shape.index_dim else None, eps=entries.get("rms_norm_eps", EPS),
+        )
+        for shape, rope in zip(shapes, Rope.from_config(entries), strict=True)
+    ]  # fmt: skip
 
 
 def ropes_of(entries: Any, layers: list[Layer]) -> list[Any] | None:

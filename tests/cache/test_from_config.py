@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import kvkit
 from kvkit import KvkitError, Rope
 from kvkit.cache import IndexedLayer, LatentLayer, from_config, load
 from kvkit.models.configuration import read_layers
 
 CASES = json.loads((Path(__file__).parents[1] / "models" / "sizes.json").read_text())
-NO_LAYER = {"V4, 4 layers": "compressed", "DeepSeek-V4-Flash": "compressed",
-            "DeepSeek-V4-Pro": "compressed"}  # fmt: skip
+NO_LAYER = ["V4, 4 layers", "DeepSeek-V4-Flash", "DeepSeek-V4-Pro"]  # which do not say what indexers choose
 NAMES = {
     "full": "DynamicLayer", "window": "SlidingWindowLayer", "latent": "LatentLayer", "state": "StateLayer",
     "chunk": "ChunkedLayer",
@@ -24,7 +24,7 @@ NAMES = {
 def test_published_models_get_their_layers(name):
     config = CASES[name]["config"]
     if name in NO_LAYER:
-        with pytest.raises(KvkitError, match=rf"config: expected .* got layer \d+ of kind {NO_LAYER[name]}"):
+        with pytest.raises(KvkitError, match="index_topk: expected how many rows an indexer chooses"):
             from_config(config)
         return
     shapes, cache = read_layers(config).layers, from_config(config)
@@ -100,3 +100,49 @@ def test_latent_rows_without_a_rotated_part(with_parts):
     assert layer.stored_tokens == 7
     with pytest.raises(KvkitError, match="kpe: expected"):
         LatentLayer(8, 4).update(rows[..., :8], None)
+
+
+V4 = {
+    "model_type": "deepseek_v4", "num_key_value_heads": 1, "head_dim": 512, "sliding_window": 128,
+    "num_attention_heads": 64, "hidden_size": 4096, "qk_rope_head_dim": 64, "index_head_dim": 128,
+    "index_topk": 512, "num_hidden_layers": 4, "compress_ratios": [0, 4, 128, 4, 0], "rope_theta": 1e4,
+    "compress_rope_theta": 16e4, "rope_scaling": {"rope_type": "yarn", "factor": 16, "beta_fast": 32,
+    "beta_slow": 1, "original_max_position_embeddings": 65536},
+}  # fmt: skip
+
+
+def test_deepseek_v4():
+    """Entries after the last layer are those of drafts; nbytes are those of `size`."""
+    cache = from_config(V4)
+    assert [(layer.ratio, layer.index_dim, layer.index_topk) for layer in cache.layers] == [
+        (0, 0, 0), (4, 128, 512), (128, 0, 0), (4, 128, 512)
+    ]  # fmt: skip
+    assert [layer.rope.theta for layer in cache.layers] == [1e4, 16e4, 16e4, 16e4]
+    assert [layer.rope.attention_factor for layer in cache.layers] == [1.0] * 4
+    rng, row = np.random.default_rng(0), np.zeros((1, 1, 256, 512), np.float32)
+    for i, layer in enumerate(cache.layers):
+        width, more = 512 * (1 + bool(layer.index_dim)), {}
+        pairs = [(np.zeros((layer.ratio, width)), np.ones(512))] if layer.ratio else []
+        if layer.index_dim:
+            pairs.append((np.zeros((4, 256)), np.ones(128)))
+            more["indexer"] = tuple(rng.standard_normal((2, 1, 256, 256), np.float32))
+        pair = tuple(rng.standard_normal((2, 1, 256, width), np.float32)) if pairs else None
+        if pairs:
+            layer.set_weights(*[tuple(x.astype(np.float32) for x in each) for each in pairs])
+        cache.update(row, pair, i, **more)
+    (found,) = kvkit.size(V4, tokens=256, formats="float32").caches
+    windows = 4 * 512 * 4  # of a token, which `size` counts and the next token does not need
+    assert cache.nbytes == found.key_bytes + found.value_bytes + found.state_bytes - windows
+    assert [layer.rows.shape[1] for layer in cache.layers if layer.ratio] == [64, 2, 64]
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"index_topk": None}, "index_topk: expected how many rows an indexer chooses"),
+    ({"compress_ratios": [0, 2, 128, 4]}, "compress_ratios"),
+    ({"compress_ratios": None}, "compress_ratios|layer_types"),
+    ({"compress_rate_csa": 8}, "compress_rate_csa: expected 4"),
+])  # fmt: skip
+def test_deepseek_v4_that_is_another_model_is_refused(change, message):
+    config = {name: value for name, value in (V4 | change).items() if value is not None}
+    with pytest.raises(KvkitError, match=message):
+        from_config(config)
