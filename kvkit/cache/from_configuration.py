@@ -96,12 +96,13 @@ def compressed_layers(shapes: tuple[LayerShape, ...], entries: Any) -> list[Laye
     if topk is None and any(shape.index_dim for shape in shapes):
         wanted = "how many rows an indexer chooses (512 in V4-Flash, 1024 in V4-Pro)"
         raise argument_error("index_topk", wanted, "none")
+    ropes: Any = Rope.from_config(entries)
     return [
         CompressedLayer(
-            shape.key_dim, rope.rotary_dim, shape.window, shape.ratio, shape.index_dim or None,
+            shape.key_dim, rope.rotary_dim, shape.window or 0, shape.ratio, shape.index_dim or None,
             index_topk=topk if shape.index_dim else None, eps=entries.get("rms_norm_eps", EPS),
         )
-        for shape, rope in zip(shapes, Rope.from_config(entries), strict=True)
+        for shape, rope in zip(shapes, ropes, strict=True)
     ]  # fmt: skip
 
 
