@@ -214,7 +214,7 @@ def load_keys(params, block, tile, as_is):
 @helper
 def rows_of_step(block):
     """Return how many rows of the next block a tile prefetches for every step of tokens: its share."""
-    return block.size // (tile_products.STEP * block.tiles) if block.values_in_keys else 0
+    return -(-tile_products.STEP // block.tiles) if block.values_in_keys else 0
 
 
 @helper
