@@ -13,6 +13,7 @@ import pytest
 from attention_scenes import BF16, FP16, Formats, check, dynamic, dynamic_cache, static, static_cache
 from borders import at_border, needs_borders
 from numpy.testing import assert_array_equal
+from plan_scenes import attend, planned
 from scenes import assert_same
 from tile_scenes import HAVE_TILES, forms, needs_pairs, use_tiles
 
@@ -346,3 +347,28 @@ def test_pools_of_any_strides(form, rng, monkeypatch):
         use_tiles(monkeypatch, engines)
         found.append(kvkit.paged_attention(query, keys, values, tables, lengths, starts).astype(np.float64))
     np.testing.assert_allclose(*found, rtol=0, atol=2**-8 * np.abs(found[1]).max())
+
+
+@forms
+def test_plans_run_tiles(form, rng, monkeypatch):
+    """A plan has the bits of the operator, over bfloat16 and over codes."""
+    use_tiles(monkeypatch, form)
+    for formats in BF16, Formats("bf16", "int8", "fp16", 8, 8):
+        call = dynamic_cache(rng, formats, [*LENGTHS, (64, 2)], 8, 2, layout=3)
+        assert_same(attend(planned(call), call.copy()), call.copy().run())
+
+
+@pytest.mark.parametrize("kind", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
+@forms
+def test_8_bit_floats(form, kind, rng, monkeypatch):
+    """Prompts over pools of 8-bit floats, with and without a scale, beside the same calls without tiles."""
+    keys, values = (rng.standard_normal((4, 16, 2, 64)).astype(kind) for _ in range(2))
+    query = rng.standard_normal((44, 4, 64)).astype(ml_dtypes.bfloat16)
+    tables, lengths, starts = rng.permutation(4).reshape(2, 2), [31, 24], [0, 28, 44]
+    for scales in {}, {"key_scale": 0.7, "value_scale": 1.5}:
+        found = []
+        for engines in form, None:
+            use_tiles(monkeypatch, engines)
+            output = kvkit.paged_attention(query, keys, values, tables, lengths, starts, **scales)
+            found.append(output.astype(np.float64))
+        np.testing.assert_allclose(*found, rtol=0, atol=2**-8 * np.abs(found[1]).max())
