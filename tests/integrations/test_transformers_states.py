@@ -1,5 +1,6 @@
 """Models whose recurrent states kvkit computes: the tokens and numbers of transformers' own functions."""
 
+import contextlib
 import functools
 import sys
 
@@ -9,6 +10,7 @@ import transformers
 from transformers_scenes import SIZES, expected, generated, prompt
 
 import kvkit
+from kvkit.cache import GatedDeltaLayer
 from kvkit.integrations.transformers import KvkitCache, compute_states, recurrent
 
 pytestmark = pytest.mark.transformers
@@ -53,7 +55,9 @@ def test_tokens_of_a_padded_batch(name, ran):
     net, inputs = model(name), prompt(70, 5)
     wanted = expected(net, inputs)
     with compute_states(net):
-        assert torch.equal(generated(net, "sdpa", inputs, KvkitCache(net.config)), wanted)
+        assert torch.equal(
+            generated(net, "sdpa", inputs, transformers.DynamicCache(config=net.config)), wanted
+        )
         assert set(ran) == {70, 1}
     before = len(ran)
     assert torch.equal(expected(net, inputs), wanted)
@@ -80,6 +84,95 @@ def test_numbers_are_those_of_transformers_functions(name, tokens, dtype):
             for got, right in zip(found, wanted, strict=True):
                 torch.testing.assert_close(got, right.to(got.dtype), atol=limit, rtol=limit)
     assert torch.equal(state, before)
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Return a list of the tokens of each step that a layer of kvkit computes."""
+    counts, add = [], GatedDeltaLayer.add_tokens
+
+    def counted(self, tokens, *arguments, **options):
+        counts.append(tokens[0].shape[1])
+        return add(self, tokens, *arguments, **options)
+
+    monkeypatch.setattr(GatedDeltaLayer, "add_tokens", counted)
+    return counts
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("computes", [False, True])
+def test_layers_of_a_cache_compute_rule_and_convolution(name, computes, steps, monkeypatch):
+    net, inputs = model(name), prompt(70, 5)
+    wanted = expected(net, inputs)
+    assert not steps
+    module = sys.modules[type(net).__module__]
+    for convolution in recurrent.CONVOLUTIONS:
+        found = getattr(module, convolution)
+        monkeypatch.setattr(module, convolution, getattr(found, "of_transformers", found))
+    KvkitCache(net.config)  # wraps them
+    for convolution, wrap in recurrent.CONVOLUTIONS.items():
+        own = getattr(module, convolution).of_transformers
+
+        def refused(*arguments, **options):
+            raise AssertionError("transformers' convolution")
+
+        monkeypatch.setattr(module, convolution, wrap(refused))
+        assert own is not None
+    with compute_states(net) if computes else contextlib.nullcontext():
+        cache = KvkitCache(net.config)
+        assert any(isinstance(layer, GatedDeltaLayer) for layer in cache.cache.layers)
+        assert torch.equal(generated(net, "sdpa", inputs, cache), wanted)
+    assert set(steps) == {70, 1}
+    assert {layer.get_seq_length() for layer in cache.cache.layers} == {70 + 13}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("drafts", ["lookup", "assistant"])
+def test_drafts_are_taken_back(name, drafts, steps, monkeypatch):
+    """transformers refuses drafts for such models, as its own cache cannot take tokens out of a state."""
+    net, inputs = model(name), prompt(12)
+    monkeypatch.setattr(type(net), "_is_stateful", False)
+    wanted = expected(net, inputs, max_new_tokens=30)
+    options = {"prompt_lookup_num_tokens": 3} if drafts == "lookup" else {"assistant_model": model(name)}
+    with pytest.raises(ValueError, match="requires a cache that can be cropped"):
+        generated(net, "sdpa", inputs, transformers.DynamicCache(config=net.config), **options)
+    if drafts == "assistant":
+        torch.manual_seed(6)  # other weights, whose drafts are mostly wrong
+        other = transformers.AutoModelForCausalLM.from_config(net.config).eval()
+        options = {"assistant_model": other}
+    cache = KvkitCache(net.config)
+    assert torch.equal(generated(net, "kvkit", inputs, cache, max_new_tokens=30, **options), wanted)
+    assert max(steps[len(steps) // 2 :]) > 1  # several tokens in a step, some of them dropped
+    assert cache.get_seq_length() == 12 + 29
+
+
+def test_a_loaded_cache_goes_on(steps, tmp_path):
+    net, inputs = model("Qwen3_5Text"), prompt(9)
+    wanted = expected(net, inputs, max_new_tokens=12)
+    cache = KvkitCache(net.config)
+    first = generated(net, "kvkit", inputs, cache, max_new_tokens=5)
+    cache.cache.save(tmp_path / "cache.npz")
+    again = KvkitCache.of(kvkit.cache.load(tmp_path / "cache.npz"), net.config)
+    later = {"input_ids": first, "attention_mask": torch.ones_like(first)}
+    assert torch.equal(generated(net, "kvkit", later, again, max_new_tokens=7), wanted)
+
+
+def test_two_models_in_turns(steps):
+    """A layer is found by its own tensors, so another model's rule in between is not taken for it."""
+    net, other = model("Qwen3Next"), model("Qwen3_5Text")
+    wanted = expected(net, prompt(9))
+    cache, theirs = KvkitCache(net.config), transformers.DynamicCache(config=other.config)
+    ids = prompt(9)["input_ids"]
+    with torch.no_grad():
+        for _ in range(14):
+            token = (
+                net(input_ids=ids[:, cache.get_seq_length() :], past_key_values=cache)
+                .logits[:, -1:]
+                .argmax(-1)
+            )
+            other(input_ids=token, past_key_values=theirs)
+            ids = torch.cat((ids, token), 1)
+    assert torch.equal(ids, wanted)
 
 
 def test_gradients_stay_with_transformers(ran):

@@ -96,6 +96,7 @@ class GatedDeltaLayer(StateLayer):
             raise argument_error("conv_channels", wanted, self.conv_channels)
         self.key_heads = keys
         self._recordings: dict[int, Recording] = {}  # by the tokens before the step
+        self._window: Array | None = None  # the convolution's inputs in the last `add_inputs`
         super().__init__(checkpoint_every, max_checkpoints)
 
     def describe(self) -> dict[str, Any]:
@@ -175,6 +176,60 @@ class GatedDeltaLayer(StateLayer):
         mixed, _ = causal_conv(rows, conv_weight, conv_bias, state=arrays["conv"], starts=starts)
         return self._run(self._parted(mixed, batch), g, beta, arrays, chunk, before, window)
 
+    @one_call_at_a_time
+    @whole
+    def advance(self, tokens: SupportsIndex) -> dict[str, Array]:
+        self._window = None
+        return (
+            {} if self.store is None else self._begin_step(self.store.geometry, integer("tokens", tokens, 0))
+        )
+
+    @one_call_at_a_time
+    @whole
+    def add_inputs(self, inputs: Array, tokens: SupportsIndex) -> Array:
+        """Count tokens whose convolution the caller computes; return its inputs, those before them first.
+
+        Parameters
+        ----------
+        inputs : ndarray, shape [B, conv_channels, T]
+        tokens : int
+            How many of them to count now: T, or 0 after `advance`.
+
+        Returns
+        -------
+        ndarray, shape [B, conv_channels, K - 1 + T]
+        """
+        fmt = checked_format("inputs", inputs, FLOATS, 3)
+        if inputs.shape[1] != self.conv_channels or len(inputs) != (self.batch_size or len(inputs)):
+            wanted = f"shape [{self.batch_size or 'B'}, {self.conv_channels}, tokens]"
+            raise argument_error("inputs", wanted, describe(inputs))
+        count, forms = integer("tokens", tokens, 0), StateForms(len(inputs), self.state_forms(fmt.dtype))
+        arrays = self._begin_step(forms, count) if count else self.states
+        self.overwrites()
+        self._window = np.concatenate([arrays["conv"], inputs], axis=2)
+        arrays["conv"][...] = self._window[..., inputs.shape[2] :]
+        return self._window
+
+    @one_call_at_a_time
+    @whole
+    def add_tokens(self, tokens: tuple[Array, Array, Array], g: Array, beta: Array, *, norm: bool) -> Array:
+        """Compute the outputs of tokens that are counted, after their convolution, and the state after them.
+
+        Parameters
+        ----------
+        tokens : tuple of ndarray, shapes [B, T, key heads, dk] twice and [B, T, heads, dv]
+            Queries, keys and values of the last step.
+        g, beta, norm
+            As in `kvkit.gated_delta_rule`.
+
+        Returns
+        -------
+        ndarray, shape [B, T, heads, dv]
+        """
+        before, self.norm = self.span.length - tokens[2].shape[1], norm
+        self.overwrites()
+        return self._run(tokens, g, beta, self.states, 64, before, self._window)
+
     def state_forms(self, dtype: Any) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
         """Return the shapes of the arrays of a state, without the batch, and their dtypes."""
         return {
@@ -202,12 +257,12 @@ class GatedDeltaLayer(StateLayer):
 
     def _run(
         self, tokens: tuple[Array, ...], g: Array, beta: Array, arrays: dict[str, Array], chunk: Any,
-        before: int, window: Array,
+        before: int, window: Array | None,
     ) -> Array:  # fmt: skip
         """Run the rule over the state; keep what a recorded step did."""
         state, count = arrays["recurrent"], tokens[2].shape[1]
         options: dict[str, Any] = {"g": g, "beta": beta, "state": state, "norm": self.norm}
-        if not self.record_past or not count:
+        if not self.record_past or not count or window is None:
             return gated_delta_rule(*tokens, chunk=chunk, **options)[0]
         output, _, capsule = gated_delta_rule(*tokens, return_capsule=count, **options)
         gated_delta_replay(state, capsule, [count] * len(state))

@@ -14,7 +14,15 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from kvkit.cache import DynamicCache, IndexedLayer, PagedCache, QuantizedCache, StateLayer, StaticCache
+from kvkit.cache import (
+    DynamicCache,
+    GatedDeltaLayer,
+    IndexedLayer,
+    PagedCache,
+    QuantizedCache,
+    StateLayer,
+    StaticCache,
+)
 from kvkit.cache.base import BaseCache, MovableTokens
 from kvkit.cache.layers.positions import PLANS
 from kvkit.errors import KvkitError, argument_error, describe
@@ -25,7 +33,12 @@ from kvkit.integrations.transformers.evicting import Eviction
 from kvkit.integrations.transformers.layer import KvkitLayer
 from kvkit.integrations.transformers.models import HYBRID, geometry, make_cache
 from kvkit.integrations.transformers.rotations import rotations_of
-from kvkit.integrations.transformers.states import KvkitHybridLayer, KvkitStateLayer, check_state
+from kvkit.integrations.transformers.states import (
+    KvkitDeltaLayer,
+    KvkitHybridLayer,
+    KvkitStateLayer,
+    check_state,
+)
 from kvkit.interop import numpy_to_tensor
 from kvkit.rope import NO_ROTATION
 
@@ -275,7 +288,8 @@ class KvkitCache(Cache):
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """Return a recurrent state; None before the first token."""
-        return check_state(self.layers[layer_idx], layer_idx).recurrent_states[state_idx]
+        layer = check_state(self.layers[layer_idx], layer_idx)
+        return layer.ask() if isinstance(layer, KvkitDeltaLayer) else layer.recurrent_states[state_idx]
 
     def _take_geometry(self, make: Make, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make a paged cache with the sizes of its first keys, because configs name these differently."""
@@ -452,7 +466,9 @@ def layers_of(owner: KvkitCache, cache: Any, config: Any) -> list[Any]:
     layers: list[Any] = []
     for i, layer in enumerate(cache.layers[: count if fits_config else None]):
         number_of_states = arguments[i].get("number_of_states", 1) if i < len(arguments) else 1
-        if isinstance(layer, StateLayer):
+        if isinstance(layer, GatedDeltaLayer):
+            layers.append(KvkitDeltaLayer(owner, i))
+        elif isinstance(layer, StateLayer):
             layers.append(KvkitStateLayer(owner, i, number_of_states))
         elif fits_config and names[i] in HYBRID:
             state_layer = count + sum(name in HYBRID for name in names[:i])

@@ -16,6 +16,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvkit.cache import Cache, IndexedLayer, LatentLayer, SharedLayer, StateLayer
 from kvkit.errors import argument_error
+from kvkit.integrations.transformers import recurrent
 
 LAYER_TYPES = {  # {type of a layer in transformers: the type that kvkit makes}
     "full_attention": "full_attention",
@@ -61,7 +62,7 @@ def layers_without_rows(config: Any, names: list[str]) -> dict[int, StateLayer |
     others: dict[int, StateLayer | SharedLayer] = {}
     for i, name in enumerate(names):
         if LAYER_TYPES[name] in ("linear_attention", "conv"):
-            others[i] = StateLayer()
+            others[i] = state_layer(config, name)
         elif name == "dummy":
             others[i] = SharedLayer(source_of(config, names, i))
     hybrid = sum(name in HYBRID for name in names)
@@ -75,18 +76,26 @@ def make_cache(make: Callable[..., Any], config: Any, kind: str, options: dict[s
     config = config.get_text_config(decoder=True)
     names, _ = get_layer_types_and_kwargs(config)
     latent = latent_sizes(config) if kind == "dynamic" else None
-    if not latent and not {"dummy", *HYBRID}.intersection(names):
+    if not latent and not {"dummy", "linear_attention", *HYBRID}.intersection(names):
         return make(**options)
     of_cache = {name: options.pop(name) for name in ("offload", "rope") if name in options}
     layers = make(**options).layers
     for i, name in enumerate(names):
         if name == "dummy":
             layers[i] = SharedLayer(source_of(config, names, i))
+        elif name == "linear_attention":
+            layers[i] = state_layer(config, name)
         elif latent and LAYER_TYPES[name] == "full_attention":
             row = LatentLayer(*latent)
             layers[i] = IndexedLayer(row, config.index_head_dim) if name == "indexed_attention" else row
     layers += [StateLayer() for name in names if name in HYBRID]
     return Cache(layers, **of_cache)
+
+
+def state_layer(config: Any, name: str) -> StateLayer:
+    """Return a layer for the state of a model's layer of some type."""
+    layer = recurrent.delta_layer(config) if name == "linear_attention" else None
+    return StateLayer() if layer is None else layer
 
 
 def source_of(config: Any, names: list[str], layer_idx: int) -> int:

@@ -3,20 +3,150 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import sys
+import weakref
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
+from kvkit.cache import GatedDeltaLayer
 from kvkit.errors import argument_error
-from kvkit.recurrent import gated_delta_rule
+from kvkit.integrations.transformers.bridge import to_numpy
+from kvkit.interop import numpy_to_tensor
+from kvkit.recurrent import causal_conv, causal_conv_update, gated_delta_rule
 
 # transformers' functions of the rule, in the modules of its models.
 RULES = (
     "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "chunk_kimi_delta_attention",
     "recurrent_kimi_delta_attention",
 )  # fmt: skip
+
+
+# {a model: (words of its config for heads of values, dk, dv and heads of keys; the kind of its decays)}
+GDN = "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads"
+SIZES = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), (GDN, "gdn")),
+    "kimi_linear": (("linear_num_heads", "linear_head_dim", "linear_head_dim", "linear_num_heads"), "kda"),
+}
+# The layer of a `KvkitCache` whose state a model has asked for, until the rule or the layer's update.
+ASKED: ContextVar[Any] = ContextVar("kvkit_asked", default=None)
+
+
+def delta_layer(config: Any) -> GatedDeltaLayer | None:
+    """Return a layer for the gated delta rule of a model; None for a model with other states."""
+    name = module_of(config).rpartition(".modeling_")[2]
+    if name not in SIZES:
+        return None
+    words, kind = SIZES[name]
+    heads, dk, dv, key_heads = (getattr(config, word) for word in words)
+    channels = 2 * key_heads * dk + heads * dv
+    return GatedDeltaLayer(heads, dk, dv, channels, config.linear_conv_kernel_dim, kind=kind)
+
+
+def module_of(config: Any) -> str:
+    """Return the name of the module that has the model of a config."""
+    return type(config).__module__.replace(".configuration_", ".modeling_")
+
+
+def wrap_functions(config: Any) -> None:
+    """Let a model's rule and convolution compute layers of a `KvkitCache` with kvkit, once for its module.
+
+    With other caches they are transformers' own.
+    """
+    module = importlib.import_module(module_of(config))
+    for each, wrap in (*((rule, cached_rule) for rule in RULES), *CONVOLUTIONS.items()):
+        function = getattr(module, each, None)
+        if function is not None and not hasattr(function, "of_transformers"):
+            setattr(module, each, wrap(function))
+
+
+def runs_here(*tensors: torch.Tensor) -> bool:
+    """Return whether tensors are on the CPU and no gradient is asked for."""
+    graph = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+    return not graph and all(each.device.type == "cpu" for each in tensors)
+
+
+def cached_rule(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return transformers' `function` of the rule, which kvkit computes for a layer of a `KvkitCache`."""
+
+    @functools.wraps(function)
+    def run(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+        initial_state: torch.Tensor | None = None, **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        layer = ASKED.get()
+        tensors = query, key, value, g, beta
+        if layer is None or layer.asked is not initial_state or options.get("cu_seqlens") is not None:
+            return function(*tensors, initial_state=initial_state, **options)  # type: ignore[no-any-return]
+        if not runs_here(*tensors):
+            return function(*tensors, initial_state=initial_state, **options)  # type: ignore[no-any-return]
+        ASKED.set(None)
+        q, k, v = (to_numpy("states", each.detach().to(query.dtype)) for each in tensors[:3])
+        decays, gates = (to_numpy("gates", each.detach().float()) for each in (g, beta))
+        norm = bool(options.get("use_qk_l2norm_in_kernel", False))
+        output = layer.state.add_tokens((q, k, v), decays, gates, norm=norm)
+        layer.has_run = True
+        return numpy_to_tensor(output), layer.recurrent_states[0]
+
+    run.of_transformers = function  # type: ignore[attr-defined]
+    return run
+
+
+def cached_conv_update(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return transformers' `function` of one token, which kvkit computes on states of its own width."""
+
+    @functools.wraps(function)
+    def run(
+        hidden_states: torch.Tensor, conv_state: torch.Tensor, weight: torch.Tensor,
+        bias: torch.Tensor | None = None, activation: str | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        narrow = conv_state.shape[-1] == weight.shape[-1] - 1 and hidden_states.shape[-1] == 1
+        if not narrow or activation not in (None, "silu") or not runs_here(hidden_states):
+            return function(hidden_states, conv_state, weight, bias, activation)  # type: ignore[no-any-return]
+        parts = hidden_states[..., 0].contiguous(), weight, bias
+        x, taps, added = (None if each is None else to_numpy("conv", each.detach()) for each in parts)
+        state = to_numpy("conv_state", conv_state)
+        output = causal_conv_update(x, taps, added, state=state, activation=activation)
+        return numpy_to_tensor(output)[..., None]
+
+    run.of_transformers = function  # type: ignore[attr-defined]
+    return run
+
+
+def cached_conv(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return transformers' `function` of many tokens, which kvkit computes for a layer of a `KvkitCache`."""
+
+    @functools.wraps(function)
+    def run(
+        hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
+        activation: str | None = None, **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        window = WINDOW.get()
+        own = window is not None and window() is hidden_states
+        if not own or activation not in (None, "silu") or not runs_here(hidden_states):
+            return function(hidden_states, weight, bias, activation=activation, **options)  # type: ignore[no-any-return]
+        past = weight.shape[-1] - 1
+        array = to_numpy("hidden_states", hidden_states)
+        batch, channels, count = array.shape
+        rows = array[..., past:].swapaxes(1, 2).reshape(-1, channels)
+        taps, added = (None if each is None else to_numpy("conv", each.detach()) for each in (weight, bias))
+        output, _ = causal_conv(
+            rows, taps, added, state=array[..., :past].copy(), activation=activation,
+            starts=[i * (count - past) for i in range(batch + 1)],
+        )  # fmt: skip
+        return numpy_to_tensor(output.reshape(batch, -1, channels)).transpose(1, 2)
+
+    run.of_transformers = function  # type: ignore[attr-defined]
+    return run
+
+
+CONVOLUTIONS = {"causal_conv1d_update": cached_conv_update, "causal_conv1d_fn": cached_conv}
+# The tensor that the latest `update_conv_state` returned.
+WINDOW: ContextVar[weakref.ref[torch.Tensor] | None] = ContextVar("kvkit_window", default=None)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvkit.errors import argument_error
+from kvkit.integrations.transformers import recurrent
 from kvkit.integrations.transformers.bridge import to_numpy
 from kvkit.integrations.transformers.layer import KvkitLayer
 from kvkit.interop import numpy_to_tensor
@@ -148,6 +150,68 @@ class KvkitStateLayer(LinearAttentionCacheLayerMixin):
 
     def reset(self) -> None:
         self.state.reset()
+
+
+class KvkitDeltaLayer(KvkitStateLayer):
+    """Passes transformers' calls on to a `kvkit.cache.GatedDeltaLayer`, which computes rule and convolution.
+
+    The model's functions find this layer by the tensors that it returns, see `recurrent`. A convolution keeps
+    K - 1 inputs, one fewer than transformers' own layer. Recorded tokens can be dropped, also some of a step.
+    """
+
+    asked: torch.Tensor | None = None  # the state that the model got last
+    has_run = False  # whether kvkit has computed this step's rule
+    is_recorded = False  # whether it did so for all tokens that a crop may drop
+
+    def __init__(self, owner: Any, state_layer: int) -> None:
+        super().__init__(owner, state_layer)
+        if owner.config is not None:
+            recurrent.wrap_functions(owner.config)
+
+    def begin_step(self) -> None:
+        self._is_counted = self._owner.new_tokens == 1 and bool(self.state.states)
+        if self._is_counted:
+            self.state.advance(1)
+
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        inputs = to_numpy("conv_states", conv_states)
+        window = numpy_to_tensor(self.state.add_inputs(inputs, 0 if self._is_counted else inputs.shape[2]))
+        self._is_counted = True
+        recurrent.WINDOW.set(weakref.ref(window))
+        return window
+
+    def ask(self) -> torch.Tensor | None:
+        """Return the recurrent state of a step; the rule finds this layer by it."""
+        self.asked, self.has_run = self.recurrent_states[0], False
+        recurrent.ASKED.set(self)
+        return self.asked
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        recurrent.ASKED.set(None)
+        if not self.has_run:  # the model's own function has computed it
+            array = to_numpy("recurrent_states", recurrent_states.float().contiguous())
+            self.state.update({"recurrent": array}, 0 if self._is_counted else self._owner.new_tokens)
+        self.is_recorded, self.asked = self.has_run, None
+        self._is_counted = True
+        states = self.recurrent_states[0]
+        return recurrent_states if states is None else states
+
+    def _tensors(self, kind: str) -> dict[int, torch.Tensor | None]:
+        array = self.state.states.get(kind)
+        return {0: None if array is None else numpy_to_tensor(array)}
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """Return whether `crop` can drop recorded tokens one by one."""
+        return self.is_recorded and self.record_past
 
 
 def change_both(name: str) -> Callable[..., None]:
