@@ -107,9 +107,8 @@ def cached_conv_update(function: Callable[..., Any]) -> Callable[..., Any]:
         narrow = conv_state.shape[-1] == weight.shape[-1] - 1 and hidden_states.shape[-1] == 1
         if not narrow or activation not in (None, "silu") or not runs_here(hidden_states):
             return function(hidden_states, conv_state, weight, bias, activation)  # type: ignore[no-any-return]
-        parts = hidden_states[..., 0].contiguous(), weight, bias
-        x, taps, added = (None if each is None else to_numpy("conv", each.detach()) for each in parts)
-        state = to_numpy("conv_state", conv_state)
+        x, taps = to_numpy("hidden_states", hidden_states[..., 0].contiguous()), to_numpy("weight", weight)
+        state, added = to_numpy("conv_state", conv_state), None if bias is None else to_numpy("bias", bias)
         output = causal_conv_update(x, taps, added, state=state, activation=activation)
         return numpy_to_tensor(output)[..., None]
 
@@ -133,7 +132,7 @@ def cached_conv(function: Callable[..., Any]) -> Callable[..., Any]:
         array = to_numpy("hidden_states", hidden_states)
         batch, channels, count = array.shape
         rows = array[..., past:].swapaxes(1, 2).reshape(-1, channels)
-        taps, added = (None if each is None else to_numpy("conv", each.detach()) for each in (weight, bias))
+        taps, added = to_numpy("weight", weight), None if bias is None else to_numpy("bias", bias)
         output, _ = causal_conv(
             rows, taps, added, state=array[..., :past].copy(), activation=activation,
             starts=[i * (count - past) for i in range(batch + 1)],
