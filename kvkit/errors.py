@@ -35,6 +35,16 @@ def argument_error(
     return error(f"{name}: expected {expected}, got {got}")
 
 
+# What an error says of arrays with heads and tokens in the other order.
+LIKE_CACHES, LIKE_OPERATORS = (
+    f"; these look like {axes}, which {who} take: swapaxes(1, 2) exchanges the two"
+    for axes, who in (
+        ("[batch, heads, tokens, dim]", "caches"),
+        ("[batch, tokens, heads, dim]", "operators"),
+    )
+)
+
+
 def printable(text: object) -> str:
     """Return a text in one line, with Python's escapes in place of control characters."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in str(text))

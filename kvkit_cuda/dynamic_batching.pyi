@@ -24,7 +24,7 @@ class Plan:
     ) -> tuple[Array, Array]: ...
     def multi_head_cache_attention(
         self, query: Array, current_key: Array, current_value: Array, cache: Array,
-        scale: Array | None = None, attn_mask: Array | None = None, *, num_heads: int, head_dim: int,
+        scale: Array | None = None, attn_mask: Array | None = None, *, num_heads: int = 0, head_dim: int = 0,
         is_causal: bool = True, is_alibi: bool = False, num_kv_heads: int = 0, num_layer: int = 1,
         layer_idx: int = 0, quant_bit: Literal[0, 4, 8] = 0, quant_group: int = 8,
         quant_format: Literal["e4m3", "e5m2", "q8_0", "q4_0"] | None = None, cache_layout: int = 0,
@@ -50,7 +50,7 @@ def key_value_cache(
 def multi_head_attention(
     query: Array, key: Array, value: Array, seqstarts: Array, kvstarts: Array,
     decoding_batches: SupportsIndex, max_seqlen: SupportsIndex | None, max_kvlen: SupportsIndex | None,
-    attn_mask: Array | None = None, *, num_heads: int, head_dim: int, is_causal: bool = True,
+    attn_mask: Array | None = None, *, num_heads: int = 0, head_dim: int = 0, is_causal: bool = True,
     is_alibi: bool = False, num_kv_heads: int = 0, softmax_scale: float | None = None,
     window: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: Array | None = None,
     return_lse: bool = False, out: Array | tuple[Array, Array] | None = None, stream: object = None
@@ -59,7 +59,7 @@ def multi_head_cache_attention(
     query: Array, current_key: Array, current_value: Array, seqstarts: Array, kvstarts: Array,
     cachestarts: Array, start_pos: Array, decoding_batches: SupportsIndex,
     max_seqlen: SupportsIndex | None, max_kvlen: SupportsIndex | None, cache: Array,
-    scale: Array | None = None, attn_mask: Array | None = None, *, num_heads: int, head_dim: int,
+    scale: Array | None = None, attn_mask: Array | None = None, *, num_heads: int = 0, head_dim: int = 0,
     is_causal: bool = True, is_alibi: bool = False, num_kv_heads: int = 0, num_layer: int = 1,
     layer_idx: int = 0, quant_bit: Literal[0, 4, 8] = 0, quant_group: int = 8,
     quant_format: Literal["e4m3", "e5m2", "q8_0", "q4_0"] | None = None, cache_mode: Literal[0, 1] = 0,

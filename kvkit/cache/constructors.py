@@ -116,15 +116,14 @@ class StaticCache(Cache):
     ----------
     max_cache_len : int
         The most tokens it can hold.
-    num_layers : int
-    layer_types, window, offload, rope
+    num_layers, layer_types, window, offload, rope
         As in `DynamicCache`.
 
     Examples
     --------
     >>> import numpy as np
     >>> from kvkit.cache import StaticCache
-    >>> cache, tokens = StaticCache(8, num_layers=1), np.ones((1, 1, 5, 4), np.float32)
+    >>> cache, tokens = StaticCache(8), np.ones((1, 1, 5, 4), np.float32)
     >>> keys, values = cache.update(tokens, tokens, layer_idx=0)
     >>> keys.shape, cache.reserve(4)
     Traceback (most recent call last):
@@ -135,7 +134,7 @@ class StaticCache(Cache):
     def __init__(
         self,
         max_cache_len: int,
-        num_layers: int,
+        num_layers: int | None = None,
         layer_types: Sequence[str] | None = None,
         window: int | None = None,
         *,
@@ -146,7 +145,9 @@ class StaticCache(Cache):
         local = [
             functools.partial(kind, max_cache_len) for kind in (StaticSlidingWindowLayer, StaticChunkedLayer)
         ]
-        _, layers = layer_makers(integer("num_layers", num_layers, 0), layer_types, window, full, local)
+        kind, layers = layer_makers(num_layers, layer_types, window, full, local)
+        full()  # raises now if the size is wrong
+        self._make_layer = kind if num_layers is None else None
         super().__init__((make() for make in layers), offload=offload, rope=rope)
 
 

@@ -24,7 +24,7 @@ from kvkit.checks.values import (
     one_piece,
     window_sides,
 )
-from kvkit.errors import argument_error
+from kvkit.errors import LIKE_CACHES, argument_error
 from kvkit.formats.elements import BY_NAME, FLOATS, Element
 from kvkit.typed import Array
 
@@ -67,8 +67,11 @@ class AttentionCall(NamedTuple):
 
 def checked_attention(sequences: Sequences, call: KeyAttention) -> AttentionCall:
     """Check a call of `multi_head_attention`."""
-    fmt, query, kv_heads = check_queries(call.query, sequences.axes, call.heads)
+    fmt, query, kv_heads = check_queries(call.query, sequences.axes, call.heads, call.key)
     outer, scoring = sequences.key_axes(query), call.scoring
+    if not call.heads.num_heads and looks_swapped(query.shape, call.key):
+        wanted = "[batch, tokens, heads, dim], with as many tokens as query or more"
+        raise argument_error("key", wanted, f"{call.key.shape} beside {query.shape}{LIKE_CACHES}")
     key, value = check_keys_and_values(fmt, call.key, call.value, outer, kv_heads, query.shape[-1])
     key, value = (np.ascontiguousarray(x) if is_broadcast(x) else x for x in (key, value))
     steps = sequences.over_keys(query, key)
@@ -88,7 +91,7 @@ def checked_attention(sequences: Sequences, call: KeyAttention) -> AttentionCall
 
 def checked_cache_attention(sequences: Sequences, call: CacheAttention) -> AttentionCall:
     """Check a call of `multi_head_cache_attention`, and that the cache does not overlap the inputs."""
-    fmt, query, kv_heads = check_queries(call.query, sequences.axes, call.heads)
+    fmt, query, kv_heads = check_queries(call.query, sequences.axes, call.heads, call.current_key)
     scoring, head_dim, axes = call.scoring, query.shape[-1], sequences.axes
     weights = checked_weights(query, NO_MASK, scoring)
     if checked_format("current_key", call.current_key, FLOATS, axes) is not fmt:
@@ -112,11 +115,31 @@ def checked_cache_attention(sequences: Sequences, call: CacheAttention) -> Atten
     )  # fmt: skip
 
 
-def check_queries(query: Array, ndim: int, heads: Heads) -> tuple[Element, Array, int]:
-    """Check queries; return (format, queries with a contiguous last axis, number of key heads)."""
+def looks_swapped(query: tuple[int, ...], key: Array) -> bool:
+    """Return whether keys of fewer tokens than queries would be [batch, heads, tokens, dim] of more."""
+    if len(query) != 4 or not isinstance(key, np.ndarray) or key.ndim != 4:
+        return False
+    heads, tokens = query[1:3]
+    key_heads, keys = key.shape[1:3]
+    return key_heads < heads and keys >= tokens and bool(key_heads) and heads % key_heads == 0
+
+
+def check_queries(
+    query: Array, ndim: int, heads: Heads, key: Array | None = None
+) -> tuple[Element, Array, int]:
+    """Check queries; return (format, queries with a contiguous last axis, number of key heads).
+
+    Numbers of heads, and their size, that are 0 are what the arrays show.
+    """
     fmt = checked_format("query", query, FLOATS, ndim)
-    num_heads, head_dim = integer("num_heads", heads.num_heads, 1), integer("head_dim", heads.head_dim, 1)
-    kv_heads = integer("num_kv_heads", heads.num_kv_heads, 0) or num_heads
+    given = integer("num_heads", heads.num_heads, 0), integer("head_dim", heads.head_dim, 0)
+    num_heads, head_dim = (number or shown for number, shown in zip(given, query.shape[-2:], strict=True))
+    if not num_heads or not head_dim:
+        raise argument_error("query", "at least one head, of one element", f"shape {query.shape}")
+    kv_heads = integer("num_kv_heads", heads.num_kv_heads, 0)
+    if not kv_heads:
+        shown = key.shape[-2] if isinstance(key, np.ndarray) and key.ndim == ndim else num_heads
+        kv_heads = shown if shown and num_heads % shown == 0 else num_heads
     if num_heads % kv_heads:
         raise argument_error("num_kv_heads", f"a divisor of the {num_heads} query heads", kv_heads)
     if query.shape[-2:] != (num_heads, head_dim):

@@ -94,8 +94,8 @@ def slopes_of(heads: int, is_alibi: bool) -> list[float] | None:
 
 
 def multi_head_attention(
-    query: Array, key: Array, value: Array, attn_mask: Any = None, *, num_heads: int, head_dim: int,
-    is_causal: bool = True, is_alibi: bool = False, num_kv_heads: int = 0, **scoring: Any,
+    query: Array, key: Array, value: Array, attn_mask: Any = None, *, num_heads: int = 0,
+    head_dim: int = 0, is_causal: bool = True, is_alibi: bool = False, num_kv_heads: int = 0, **scoring: Any,
 ) -> Pair:  # fmt: skip
     """Attend over sequences of equal lengths: query [B, n, H, D], key and value [B, m, KVH, D]."""
     batch, n, heads, _ = query.shape
@@ -112,8 +112,8 @@ def multi_head_attention(
 
 def dynamic_multi_head_attention(
     query: Array, key: Array, value: Array, seqstarts: Array, kvstarts: Array, decoding_batches: Any,
-    max_seqlen: int | None, max_kvlen: int | None, attn_mask: Any = None, *, num_heads: int, head_dim: int,
-    is_causal: bool = True, is_alibi: bool = False, num_kv_heads: int = 0, **scoring: Any,
+    max_seqlen: int | None, max_kvlen: int | None, attn_mask: Any = None, *, num_heads: int = 0,
+    head_dim: int = 0, is_causal: bool = True, is_alibi: bool = False, num_kv_heads: int = 0, **scoring: Any,
 ) -> Pair:  # fmt: skip
     """Attend over packed sequences: query [tokens, H, D]. The first `decoding_batches` are not causal."""
     output, lse = np.zeros((*query.shape[:2], value.shape[2])), np.zeros(query.shape[:2])

@@ -20,8 +20,8 @@ def multi_head_attention(
     value: Array,
     attn_mask: Array | None = None,
     *,
-    num_heads: int,
-    head_dim: int,
+    num_heads: int = 0,
+    head_dim: int = 0,
     is_causal: bool = True,
     is_alibi: bool = False,
     num_kv_heads: int = 0,
@@ -52,13 +52,13 @@ def multi_head_attention(
         attend). 2 to 4 axes, right-aligned to [B, num_heads, S, M]; each may be 1. Columns from M on are
         ignored. Keys with -inf are not attended to.
     num_heads, head_dim : int
-        The number of query heads, and their size.
+        The number of query heads, and their size; 0: what ``query`` shows.
     is_causal : bool
         Whether a query ignores keys after its own position.
     is_alibi : bool
         Whether to add ALiBi biases, which are causal.
     num_kv_heads : int
-        The number of key heads, a divisor of ``num_heads``; 0: as many as query heads.
+        The number of key heads, a divisor of ``num_heads``; 0: what the array of keys shows.
     softmax_scale : float, optional
         Factor of the scores; 1 / sqrt(head_dim) if None.
     window : tuple of int
@@ -103,7 +103,7 @@ def multi_head_attention(
     >>> query = np.zeros((1, 2, 1, 4), np.float32)
     >>> value = np.arange(3, dtype=np.float32).reshape(1, 3, 1, 1)
     >>> key = np.ones((1, 3, 1, 4), np.float32)
-    >>> kvkit.multi_head_attention(query, key, value, num_heads=1, head_dim=4).ravel()
+    >>> kvkit.multi_head_attention(query, key, value).ravel()
     array([0.5, 1. ], dtype=float32)
     """
     scoring = Scoring(attn_mask, is_causal, is_alibi, softmax_scale, window, softcap, sinks)
@@ -123,8 +123,8 @@ def multi_head_cache_attention(
     scale: Array | None = None,
     attn_mask: Array | None = None,
     *,
-    num_heads: int,
-    head_dim: int,
+    num_heads: int = 0,
+    head_dim: int = 0,
     is_causal: bool = True,
     is_alibi: bool = False,
     num_kv_heads: int = 0,

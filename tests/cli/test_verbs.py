@@ -193,8 +193,6 @@ REFUSED = [  # the command; texts of its message; the code, if it is not 2
     (f"{ATTEND} return_lse=2", "return_lse=2: expected True or False"),
     (f"{ATTEND} num_heads=eight", "expected num_heads=NUMBER"),
     (f"{ATTEND} sinks=1", "no such name; there are num_heads"),
-    ("run multi_head_attention attention.npz -o out.npz", "npz: missing num_heads, head_dim: add arrays "
-     "of these names or give --set num_heads=NUMBER --set head_dim=NUMBER; "),
     ("run multi_head_attention window.npz -o out.npz",
      "window.npz: window has shape (3,), but is two integers, an array of shape (2,)"),
     (f"{MODE}=ROPE", "compress_type=ROPE: expected compress_type=UNDEFINED|KVHEAD|KVHEAD_ROPE|OMNI|NUMBER"),

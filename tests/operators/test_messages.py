@@ -66,12 +66,12 @@ def packed(cachestarts, kvstarts=(0, 5, 7), start_pos=(0, 0), **more):
 
 
 MISTAKES = {
-    "no num_kv_heads": (
-        lambda: kvkit.multi_head_attention(QUERY, KEY, KEY, **HEADS),
+    "more key heads": (
+        lambda: kvkit.multi_head_attention(QUERY, KEY, KEY, **HEADS, num_kv_heads=8),
         "key: expected shape (1, 4, 8, 16), got (1, 4, 2, 16): for grouped queries give num_kv_heads=2",
     ),
-    "no num_kv_heads, over a cache": (
-        lambda: kvkit.multi_head_cache_attention(QUERY, KEY, KEY, 0, CACHE, **HEADS),
+    "more key heads, over a cache": (
+        lambda: kvkit.multi_head_cache_attention(QUERY, KEY, KEY, 0, CACHE, **HEADS, num_kv_heads=8),
         "shape (1, 4, 8, 16), got (1, 4, 2, 16): for grouped queries give num_kv_heads=2",
     ),
     "other heads": (

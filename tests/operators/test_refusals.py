@@ -24,7 +24,7 @@ OF_KIND = {
 OUT_OF_RANGE = {
     "num_layer": [0, -3], "layer_idx": [attention_scenes.LAYERS, -1, 2**70], "quant_bit": [2, -8],
     "quant_group": [0, -8, 7, 48], "num_repeat": [0, -1, 2**70], "cache_layout": [-1, 4],
-    "cache_mode": [-1, 2], "page_size": [0, -3], "num_heads": [0, -4], "head_dim": [0, -8],
+    "cache_mode": [-1, 2], "page_size": [0, -3], "num_heads": [-4], "head_dim": [-8],
     "num_kv_heads": [3, 8, -2], "softcap": [None, -1.0, 1e-46], "rotary_dim": [-1, 3, 10],
     "max_position_embeddings": [0, -1], "theta": [None, 0.0, -1.0, 1e39],
     "scaling_factor": [None, 0.0, -1.0, 1e39], "scaling_type": ["yarn", b"linear"],
@@ -42,7 +42,7 @@ ELSEWHERE = {
     "num_layer": [(4, "cache")],
     "cache_layout": [(1, "cache")],
     "head_dim": [(12, ("head_dim", "query"))],
-    "num_kv_heads": [(value, ("num_kv_heads", "key", "current_key")) for value in (0, 1)],
+    "num_kv_heads": [(value, ("num_kv_heads", "key", "current_key")) for value in (1,)],
 }
 DTYPES = ("float64", "int16", "bool", "complex64", "object", "V1", "int8")
 PMX_CACHES = ("cache", "scale")  # whose last axis is in one piece, and which no input may overlap

@@ -11,7 +11,7 @@ from kvkit import cpu
 from kvkit.cache.stores.allocation import Allocate, in_memory
 from kvkit.checks import attention
 from kvkit.checks.values import checked_format
-from kvkit.errors import argument_error
+from kvkit.errors import LIKE_OPERATORS, argument_error
 from kvkit.formats import FLOATS, Element
 from kvkit.typed import Array, States
 
@@ -34,6 +34,11 @@ class Geometry(NamedTuple):
     def __str__(self) -> str:
         dims = " and ".join(dict.fromkeys((str(self.key_dim), str(self.value_dim))))
         return f"[{self.batch}, {self.heads}, q, {dims}] of {self.fmt}"
+
+    def looks_swapped(self, shape: tuple[int, ...]) -> bool:
+        """Return whether an array [batch, tokens, heads, dim] of these sizes has the shape."""
+        batch, new, heads, dim = shape
+        return (batch, heads, dim) == self[:3] and new != heads
 
     def forms(self, capacity: int) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
         """Return the shapes and dtypes of the arrays of a store."""
@@ -68,7 +73,9 @@ def check_geometry(
         if min(geometry[:4]) < 1:
             raise argument_error("key_states", "at least one row, head and element", f"shapes {geometry}")
     elif geometry != frozen:
-        raise argument_error("key_states", f"keys and values as at the first update, {frozen}", geometry)
+        hint = LIKE_OPERATORS if frozen.looks_swapped(key_states.shape) else ""
+        wanted = f"[batch, heads, tokens, dim] as at the first update, {frozen}"
+        raise argument_error("key_states", wanted, f"{geometry}{hint}")
     return geometry
 
 
