@@ -91,12 +91,12 @@ def first_line(thing: Any) -> str:
 
 
 @click.command("list")
-@click.argument("kind", metavar="formats|schemes|scorers|layouts|rules|ops", type=click.Choice(list(KINDS)))
+@click.argument("kind", metavar="KIND", type=click.Choice(list(KINDS)))
 @tool.json_option
 def listing(kind: str, as_json: bool) -> None:
-    """List names with a line about each: formats, schemes, scorers, layouts, rules or ops.
+    """List formats, schemes, scorers, layouts, rules or operators by name.
 
-    `kvkit draw NAME` draws a layout, and says where it is from; `kvkit describe NAME` shows an operator.
+    KIND is formats, schemes, scorers, layouts, rules or ops. `kvkit draw NAME` draws a layout, and says where it is from; `kvkit describe NAME` shows an operator.
 
     \b
     Examples:

@@ -46,6 +46,7 @@ SECTIONS = {
 }
 ARGUMENTS = {  # {name of an argument in the help: what to give, for the error that it is missing}
     "OP": "an operator that kvkit list ops prints",
+    "KIND": "formats, schemes, scorers, layouts, rules or ops",
     "FILE": "a file with a cache",
     "FILE|LAYOUT": "a file with a cache, or a layout that kvkit list layouts prints",
     "IN": "files with caches, in front of OUT",
