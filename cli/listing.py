@@ -96,7 +96,8 @@ def first_line(thing: Any) -> str:
 def listing(kind: str, as_json: bool) -> None:
     """List formats, schemes, scorers, layouts, rules or operators by name.
 
-    KIND is formats, schemes, scorers, layouts, rules or ops. `kvkit draw NAME` draws a layout, and says where it is from; `kvkit describe NAME` shows an operator.
+    KIND is formats, schemes, scorers, layouts, rules or ops. `kvkit draw NAME` draws a layout, and says where
+    it is from; `kvkit describe NAME` shows an operator.
 
     \b
     Examples:

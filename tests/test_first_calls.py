@@ -45,9 +45,11 @@ def test_works(name):
     assert WORKS[name]()
 
 
-# {the call: (the call, what the error has, the line that works)}; a line stands in the message, or its hint does
+# {name: (the call, what the error says, the line that works)}
 REFUSED = {
-    "layers in front": (lambda: kvkit.QuantizedCache(2), "num_layers=2", "kvkit.QuantizedCache(num_layers=2)"),
+    "layers in front": (
+        lambda: kvkit.QuantizedCache(2), "num_layers=2", "kvkit.QuantizedCache(num_layers=2)",
+    ),
     "unknown format": (
         lambda: kvkit.QuantizedCache("int4g32"), "kvkit list formats", 'kvkit.QuantizedCache("int4:g32")',
     ),
