@@ -7,14 +7,12 @@ import io
 import itertools
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from kvkit.tools.studies.policies import NONE, ORACLE, RANDOM, parts_of
-
-if TYPE_CHECKING:
-    from kvkit.tools.studies.study import Study
+from kvkit.tools.studies.records import StudyRecord
 
 MEASURES = {
     "output_error": "error of outputs", "kl": "divergence (nats)", "top_changed": "other top key",
@@ -37,7 +35,7 @@ def missing() -> str | None:
     return None if found else "no pictures: they need matplotlib, pip install 'kvkit-kernels[plot]'"
 
 
-def pictures(study: Study, page: str = "light") -> dict[str, str]:
+def pictures(study: StudyRecord, page: str = "light") -> dict[str, str]:
     """Return {name: SVG}: channels of keys, with errors by layer and head, and error against size.
 
     With eviction, one picture of errors against size takes the place of these two.
@@ -71,7 +69,7 @@ def svg(figure: Any) -> str:
     return text[text.index("<svg") :]
 
 
-def error_maps(study: Study, Figure: Any) -> Any:
+def error_maps(study: StudyRecord, Figure: Any) -> Any:
     """Draw a map for each scheme: keys and values by layer and head."""
     count = len(study.summary)
     wide, high = min(count, MAPS), -(-count // MAPS)
@@ -101,7 +99,7 @@ def error_maps(study: Study, Figure: Any) -> Any:
     return figure
 
 
-def pareto(study: Study, Figure: Any, ink: str) -> Any:
+def pareto(study: StudyRecord, Figure: Any, ink: str) -> Any:
     """Draw error against bits; a line joins the schemes that no other scheme beats in both."""
     figure = Figure(figsize=(4.8, 3.4), layout="constrained")
     ax = figure.subplots()
@@ -123,7 +121,7 @@ def pareto(study: Study, Figure: Any, ink: str) -> Any:
     return figure
 
 
-def eviction(study: Study, Figure: Any, ink: str, wanted: Sequence[str] = tuple(MEASURES)) -> Any:
+def eviction(study: StudyRecord, Figure: Any, ink: str, wanted: Sequence[str] = tuple(MEASURES)) -> Any:
     """Draw errors, divergence and changed top keys against bytes: a line for each scorer, points for codes.
 
     Each scheme of kept tokens has a column; the first column also has the codes of all tokens. Lines end
@@ -230,7 +228,7 @@ def overlap(one: Box, other: Box) -> bool:
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
-def channels(study: Study, Figure: Any) -> Any:
+def channels(study: StudyRecord, Figure: Any) -> Any:
     """Draw histograms of key channels by mean magnitude / median of their head, a line for each layer."""
     figure = Figure(figsize=(6, 3), layout="constrained")
     ax = figure.subplots()

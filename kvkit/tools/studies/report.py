@@ -9,16 +9,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvkit.errors import argument_error, brief
 from kvkit.files.paths import name_in_errors
 from kvkit.files.replace import replacing
 from kvkit.tools.studies import plots
+from kvkit.tools.studies.records import StudyRecord
 from kvkit.tools.studies.words import Table, deciding_columns, table, table_of_heads, worst_heads
-
-if TYPE_CHECKING:
-    from kvkit.tools.studies.study import Study
 
 REPORTS = "study.json", "report.md", "report.html"
 CAPTIONS = {
@@ -82,7 +79,7 @@ def check_folder(folder: Path) -> None:
         raise argument_error("output", "a folder that exists or can be made", brief(folder))
 
 
-def write_report(study: Study, folder: Path) -> list[Path]:
+def write_report(study: StudyRecord, folder: Path) -> list[Path]:
     """Write all files of a report; return their paths. Without matplotlib a note replaces the pictures."""
     check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +106,7 @@ def replace_all(folder: Path, texts: Mapping[str, str]) -> None:
             (folder / name).unlink(missing_ok=True)
 
 
-def markdown(study: Study, pictures: list[str]) -> str:
+def markdown(study: StudyRecord, pictures: list[str]) -> str:
     """Return a report in Markdown, with links to pictures."""
     heads, rows = table(study.summary)
     about = f"{len(study.layers)} layers, {study.num_kv_heads} key heads, {study.tokens:,} tokens."
@@ -136,7 +133,7 @@ def sortable(cells: Table) -> str:
     return f"<table><thead><tr>{''.join(titles)}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def page(study: Study, drawn: dict[str, dict[str, str]]) -> str:
+def page(study: StudyRecord, drawn: dict[str, dict[str, str]]) -> str:
     """Return a self-contained HTML page."""
     escape = html.escape
     worst = "".join(f"<li>{escape(name)}: {escape(heads)}</li>" for name, heads in worst_heads(study))

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvkit.tools.studies.policies import ORACLE, RANDOM, parts_of
-
-if TYPE_CHECKING:
-    from kvkit.tools.studies.study import Study, Summary
+from kvkit.tools.studies.records import StudyRecord, Summary
 
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]  # headings, and rows
-WORST = 3  # how many of the worst heads are named
 NO_POLICY = " (no policy)"
 COLUMNS = {  # {field: (heading, format of its numbers)}, the most important first
     "bits": ("bits", ".2f"), "bytes_per_token": ("bytes a token", ",.0f"),
@@ -55,7 +52,7 @@ def deciding_columns(headings: tuple[str, ...]) -> tuple[str, ...]:
     return next((names for names in DECIDING if set(names) <= set(headings)), headings)
 
 
-def table_of_heads(study: Study) -> Table:
+def table_of_heads(study: StudyRecord) -> Table:
     """Return the table of heads: a row for each scheme, layer, head and side (with eviction: attention)."""
     ratios = {(one["layer"], one["head"], one["side"]): one["ratio"] for one in study.outliers}
     rows = []
@@ -84,7 +81,7 @@ def filled_columns(rows: list[dict[str, str]]) -> Table:
     return tuple(names), [tuple(row[name] for name in names) for row in rows]
 
 
-def worst_heads(study: Study) -> list[tuple[str, str]]:
+def worst_heads(study: StudyRecord) -> list[tuple[str, str]]:
     """Return (scheme, its worst heads in words), except for random, the oracle, and unjudged policies."""
     hidden = f"{RANDOM}@", f"{ORACLE}@"
     shown = (one for one in study.summary if not (study.unjudged and one.evicts))
