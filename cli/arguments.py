@@ -15,9 +15,9 @@ from kvkit.errors import KvkitError, brief, near_names
 from kvkit.operators import OPERATORS, REQUIRED, Attribute, Input, Operator
 from kvkit_cli.show import suggestion
 
-SHOWN = 5  # names in a message
+FEW = 5  # names in a message
 SPECIFIED = re.compile(r"[\w.]*(?:[a-z]_[a-z]|[A-Za-z][a-z]+[A-Z])[\w.]*")  # KeyValueCache, swap_blocks
-KINDS = {  # {type of a value: (its name in errors, its form in --set)}
+VALUE_KINDS = {  # {type of a value: (its name in errors, its form in --set)}
     int: ("an integer", "NUMBER"),
     float: ("a number", "NUMBER"),
     bool: ("True or False", "True or False"),
@@ -120,7 +120,7 @@ def settable(op: Operator) -> dict[str, tuple[type, Sequence[str]]]:
 
 def setting_form(kind: type, names: Sequence[str]) -> str:
     """Return the form of a value in --set, such as "NUMBER" or "NAME|NAME|NUMBER"."""
-    return "|".join([*names, KINDS[kind][1]])
+    return "|".join([*names, VALUE_KINDS[kind][1]])
 
 
 def parse_settings(op: Operator, settings: Sequence[str]) -> dict[str, Any]:
@@ -155,8 +155,8 @@ def check_names(
     known = f"{op.name} takes {', '.join(legal)} (see kvkit describe {op.name})"
     extra = [name for name in arrays if name not in legal]
     if extra:
-        shown = ", ".join(name + suggestion(name, legal) for name in map(brief, extra[:SHOWN]))
-        more = f" and {len(extra) - SHOWN} more" if len(extra) > SHOWN else ""
+        shown = ", ".join(name + suggestion(name, legal) for name in map(brief, extra[:FEW]))
+        more = f" and {len(extra) - FEW} more" if len(extra) > FEW else ""
         raise KvkitError(f"{path}: unknown arrays {shown}{more}; {known}")
     required = [array.name for array in op.inputs if not array.optional]
     required += [attribute.name for attribute in op.attributes if attribute.default is REQUIRED]
@@ -202,7 +202,7 @@ def convert_value(attribute: Attribute, value: Any, origin: str) -> Any:
     if kind is tuple and isinstance(value, list):
         value = tuple(value)
     if type(value) is not kind:
-        wanted = " or ".join([*attribute.names, KINDS[kind][0]])
+        wanted = " or ".join([*attribute.names, VALUE_KINDS[kind][0]])
         wanted += " or None" if attribute.default is None else ""
         raise KvkitError(f"{origin} {attribute.name}={brief(repr(value))}: expected {wanted}")
     return value

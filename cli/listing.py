@@ -13,7 +13,7 @@ from kvkit.eviction import SCORERS
 from kvkit.formats.elements import FLOATS
 from kvkit.formats.known import ALIASES, NAMED
 from kvkit.formats.rotations import ROTATIONS
-from kvkit.formats.schemes import PAIRS, REGISTERED
+from kvkit.formats.schemes import FORMAT_PAIRS, REGISTERED
 from kvkit.operators import OPERATORS
 from kvkit.tools.rules import RULES
 from kvkit.tools.text import columns
@@ -33,7 +33,7 @@ def formats() -> Iterator[Facts]:
         about = f"{known.code.bits} bits{scale}; {known.source}"
         yield {"name": name, "about": about, "options": list(known.options), "aliases": of.get(name, [])}
     kivi = {f"kivi{bits}": (f"kivi_key{bits}", f"kivi_value{bits}") for bits in (4, 2)}
-    for name, (key, value) in (kivi | PAIRS).items():
+    for name, (key, value) in (kivi | FORMAT_PAIRS).items():
         yield {"name": name, "about": f"keys {key}, values {value}", "options": [], "aliases": []}
 
 

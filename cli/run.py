@@ -13,10 +13,17 @@ import click
 from kvkit.errors import KvkitError, brief
 from kvkit.operators import Operator
 from kvkit_cli import complete, npz, show, watch
-from kvkit_cli.arguments import SHOWN, argument_names, bind, check_headers, find_operator, ignored_arrays
+from kvkit_cli.arguments import (
+    FEW,
+    argument_names,
+    bind,
+    check_headers,
+    find_operator,
+    ignored_arrays,
+)
 from kvkit_cli.show import suggestion
 
-Arrays = dict[str, Any]  # {name: array, or its header, or None}
+ArrayDict = dict[str, Any]  # {name: array, or its header, or None}
 PACKAGES = {"cpu": "kvkit", "cuda": "kvkit_cuda"}
 PATH = click.Path(path_type=Path, readable=False)  # npz.py checks paths
 
@@ -137,18 +144,18 @@ def parse_map(op: Operator, renamed: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def mapped_arrays(path: Path | None, arrays: Arrays, names: dict[str, str]) -> Arrays:
+def mapped_arrays(path: Path | None, arrays: ArrayDict, names: dict[str, str]) -> ArrayDict:
     """Return the arrays of a file under the operator's names."""
     for array, name in names.items():
         if array not in arrays:
-            hint = suggestion(array, arrays) or f"; there are {', '.join(map(brief, list(arrays)[:SHOWN]))}"
+            hint = suggestion(array, arrays) or f"; there are {', '.join(map(brief, [*arrays][:FEW]))}"
             raise KvkitError(f"--map {array}={name}: {path or 'no IN.npz'} has no array {array}{hint}")
         if name in arrays and name not in names:
             raise KvkitError(f"--map {array}={name}: {path} has an array {name} too")
     return {names.get(name, name): array for name, array in arrays.items()}
 
 
-def present(arrays: Arrays) -> Arrays:
+def present(arrays: ArrayDict) -> ArrayDict:
     """Return the arrays that are not None."""
     return {name: array for name, array in arrays.items() if array is not None}
 
@@ -201,7 +208,7 @@ def call_operator(
     return results if isinstance(results, tuple) else (results,), seconds
 
 
-def array_rows(inputs: Arrays, outputs: Arrays, changed: Arrays) -> list[dict[str, Any]]:
+def array_rows(inputs: ArrayDict, outputs: ArrayDict, changed: ArrayDict) -> list[dict[str, Any]]:
     """Return the name, role, dtype, shape and bytes of every array."""
     rows = [("in-out" if name in changed else "in", name, array) for name, array in inputs.items()]
     rows += [("out", *pair) for pair in outputs.items()]

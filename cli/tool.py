@@ -10,7 +10,7 @@ from kvkit.errors import KvkitError
 from kvkit.tools.quantities import tokens_in
 from kvkit_cli import complete, show
 
-SIZES, AS_OPTION = re.compile(r"sizes=\{([^}]*)\}"), str.maketrans("", "", "' ")  # sizes={'h': N, 'c': N}
+IN_SIZES, AS_OPTION = re.compile(r"sizes=\{([^}]*)\}"), str.maketrans("", "", "' ")  # sizes={'h': N, 'c': N}
 HINTS = "note: ", "layouts that fit: "  # lines of results that say what to give begin so
 PATH = click.Path(path_type=Path, readable=False)  # the readers of files check paths
 
@@ -38,7 +38,7 @@ class ToolVerb(click.Command):
         "from_layout: expected a layout" becomes "--from: expected a layout", "give layout='hf'" becomes "give
         --layout hf", and "give sizes={'h': N}" becomes "give --sizes h=N".
         """
-        text = SIZES.sub(lambda found: "--sizes " + found[1].translate(AS_OPTION).replace(":", "="), text)
+        text = IN_SIZES.sub(lambda found: "--sizes " + found[1].translate(AS_OPTION).replace(":", "="), text)
         for word, option in self.words.items():
             text = re.sub(rf"(^|: ){word}(?=: expected)", rf"\g<1>{option}", text)
         for param in self.params:

@@ -17,45 +17,45 @@ import click
 from kvkit import formats
 from kvkit.errors import KvkitError
 from kvkit_cli import show
-from kvkit_cli.warming import CODES, Kind
+from kvkit_cli.warming import CODE_BITS, CacheKind
 
 WHAT = "attention", "cache", "all"
 USUAL = "float16,int8,int4"  # --formats, if it is not given
-GROUP = 8  # elements that share a scale, if a format does not say
-COUNT = click.IntRange(1)
-Wave = list[tuple[str, str, Kind]]  # (name to print, task of warming.py, its argument)
+DEFAULT_GROUP = 8  # elements that share a scale, if a format does not say
+POSITIVE = click.IntRange(1)
+Wave = list[tuple[str, str, CacheKind]]  # (name to print, task of warming.py, its argument)
 Process = subprocess.Popen[str]
 
 
-def parse_formats(texts: Sequence[str], data: str, dim: int, queries: int) -> Iterator[tuple[str, Kind]]:
+def parse_formats(texts: Sequence[str], data: str, dim: int, queries: int) -> Iterator[tuple[str, CacheKind]]:
     """Yield (text, kind) for each cache format in the texts."""
-    legal = [*(fmt.name for fmt in formats.FLOATS), *CODES]
+    legal = [*(fmt.name for fmt in formats.FLOATS), *CODE_BITS]
     for text in ",".join(texts or [USUAL]).split(","):
         name, _, group_text = text.partition("/")
-        if name not in legal or (group_text and name not in CODES):
+        if name not in legal or (group_text and name not in CODE_BITS):
             wanted = f"expected one of {', '.join(legal)}, or codes with their group, as in int4/32"
             raise KvkitError(f"--formats {text}: {wanted}{show.suggestion(name, legal)}")
-        group = GROUP
+        group = DEFAULT_GROUP
         if group_text:
             group = int(group_text) if group_text.isdecimal() else 0
-        if name in CODES and (not group or dim % group):
+        if name in CODE_BITS and (not group or dim % group):
             raise KvkitError(f"--formats {text}: expected a group that divides a head of {dim} elements")
-        yield text, Kind(name, group, data if name in CODES else name, dim, queries)
+        yield text, CacheKind(name, group, data if name in CODE_BITS else name, dim, queries)
 
 
 @click.command()
 @click.argument("what", type=click.Choice(WHAT), default="all", required=False)
 @click.option(
     "--formats", "texts", multiple=True, metavar="FORMAT,...",
-    help=f"Formats of caches; {USUAL} if not given. int4/32 has groups of 32, int4 of {GROUP}. "
+    help=f"Formats of caches; {USUAL} if not given. int4/32 has groups of 32, int4 of {DEFAULT_GROUP}. "
     "Scales are float16.",
 )  # fmt: skip
 @click.option(
     "--data", type=click.Choice([fmt.name for fmt in formats.FLOATS]), default="float16", show_default=True,
     help="The type of keys and values before they become codes.",
 )  # fmt: skip
-@click.option("--head-dim", "dim", type=COUNT, default=128, show_default=True, help="Elements of a head.")
-@click.option("--queries", type=COUNT, default=4, show_default=True, help="Query heads for each key head.")
+@click.option("--head-dim", "dim", type=POSITIVE, default=128, show_default=True, help="Elements of a head.")
+@click.option("--queries", type=POSITIVE, default=4, show_default=True, help="Query heads for each key head.")
 @click.option(
     "--backend", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True,
     help="What runs the code: this CPU, or the first GPU of this machine.",
@@ -125,7 +125,7 @@ def find_device(capability: str | None) -> tuple[str, Path | None, tuple[int, in
     return host.name(), compiled.folder(), None
 
 
-def task_waves(what: str, kinds: Sequence[tuple[str, Kind]]) -> list[Wave]:
+def task_waves(what: str, kinds: Sequence[tuple[str, CacheKind]]) -> list[Wave]:
     """Return waves of tasks. The second needs code that the first compiles; the third measures, alone."""
     any_kind = kinds[0][1]  # these tasks compile the same for all
     first, second = [("index tensors of a step", "step", any_kind)], []

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 
 from kvkit.cache.layers.positions import (
     Piece,
-    Rotation,
+    RopeLike,
     RowPositions,
     check_call,
     check_rotation,
@@ -28,7 +28,7 @@ from kvkit.typed import Array, Attended, FilePath, Pair, States
 SAVED = "cache.npz"  # what `close` saves in the folder of an offloaded cache
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-Rotations = Rotation | list[Rotation] | tuple[Rotation, ...]  # one for all layers, or one for each
+RopesLike = RopeLike | list[RopeLike] | tuple[RopeLike, ...]  # one for all layers, or one for each
 
 
 def one_call_at_a_time(method: Method) -> Method:
@@ -54,7 +54,7 @@ class MovableTokens(ABC):
         end: SupportsIndex | None = None,
         *,
         close: bool = False,
-        rope: Rotations = None,
+        rope: RopesLike = None,
     ) -> None:
         """Remove the tokens with positions in [begin, end).
 
@@ -102,7 +102,7 @@ class MovableTokens(ABC):
 
     @one_call_at_a_time
     def shift(
-        self, begin: SupportsIndex, end: SupportsIndex | None, delta: SupportsIndex, rope: Rotations = None
+        self, begin: SupportsIndex, end: SupportsIndex | None, delta: SupportsIndex, rope: RopesLike = None
     ) -> None:
         """Add `delta` to the positions of the tokens in [begin, end). No key is written.
 
@@ -126,7 +126,7 @@ class MovableTokens(ABC):
 
     @one_call_at_a_time
     def divide(
-        self, begin: SupportsIndex, end: SupportsIndex | None, d: SupportsIndex, rope: Rotations = None
+        self, begin: SupportsIndex, end: SupportsIndex | None, d: SupportsIndex, rope: RopesLike = None
     ) -> None:
         """Divide the positions in [begin, end) by `d`, rounding down. Tokens may then share a position.
 
@@ -143,7 +143,7 @@ class MovableTokens(ABC):
         self.rearrange(self.plan("divide", begin, end, d, rope=rope))
 
     @one_call_at_a_time
-    def flatten(self, rope: Rotations = None) -> None:
+    def flatten(self, rope: RopesLike = None) -> None:
         """Rotate shifted keys in memory, with one rounding, so that no rope shift is left.
 
         Parameters

@@ -25,8 +25,8 @@ from kvkit.eviction.scorers import SCORERS, Scorer, scorer_of, scores
 from kvkit.eviction.selection import budgets, kept_count
 from kvkit.typed import Array
 
-WINDOW, EMPTY = "a window evicts already", "no tokens"
-BUDGETS = "'uniform', 'pyramid', 'ada', 'global', or counts of layers [L] or of heads [L, Hkv]"
+NO_WINDOW, EMPTY = "a window evicts already", "no tokens"
+BUDGETS_WANTED = "'uniform', 'pyramid', 'ada', 'global', or counts of layers [L] or of heads [L, Hkv]"
 ScoreFunction = Callable[[int, Array, Array, Any], Array]
 ScoreOf = Callable[[int, int], Array]  # (layer, number of tokens to keep) -> scores
 
@@ -94,7 +94,7 @@ def chooses_by_head(layers: Sequence[Any], request: Compression) -> bool:
     try:
         for_heads = budget in ("ada", "global") if isinstance(budget, str) else np.ndim(budget) > 1
     except ValueError:  # lists of unequal length
-        raise argument_error("budget", BUDGETS, describe(budget)) from None
+        raise argument_error("budget", BUDGETS_WANTED, describe(budget)) from None
     ragged = any(hasattr(layer, "lengths") for layer in layers)
     return flag("per_head", request.per_head) or for_heads or ragged or request.threshold is not None
 
@@ -258,7 +258,7 @@ def reason_to_skip(layer: Any) -> str | None:
     if layer.why_kept is not None:
         return layer.why_kept
     if layer.window is not None:
-        return WINDOW
+        return NO_WINDOW
     return None if layer.stored_tokens else EMPTY
 
 
@@ -273,14 +273,14 @@ def layer_counts(stored: dict[int, int], num_layers: int, request: Compression) 
         return dict(zip(stored, counts, strict=True))
     if isinstance(budget, str):
         if budget != "uniform":
-            raise argument_error("budget", BUDGETS, repr(budget))
+            raise argument_error("budget", BUDGETS_WANTED, repr(budget))
         if request.count is None:
             return {i: kept_count(tokens, request.keep, None) for i, tokens in stored.items()}
         count = integer("count", request.count, 1)  # layers with fewer tokens keep all
         return {i: kept_count(tokens, request.keep, min(count, tokens)) for i, tokens in stored.items()}
     counts = np.asarray(budget)
     if counts.dtype.kind not in "iu" or counts.shape != (num_layers,):
-        raise argument_error("budget", BUDGETS, describe(counts))
+        raise argument_error("budget", BUDGETS_WANTED, describe(counts))
     if request.keep is not None or request.count is not None:
         raise argument_error("budget", "a count for each layer, or else keep", "both")
     if request.attn_mask is not None:  # counts of all columns; padding never stays

@@ -17,7 +17,7 @@ from kvkit.checks.values import integer
 from kvkit.errors import argument_error, describe
 from kvkit.typed import FilePath, Pair
 
-STATES = "linear_attention", "conv"  # the layer types of recurrent states
+STATE_LAYERS = "linear_attention", "conv"  # the layer types of recurrent states
 
 
 def layer_makers(
@@ -44,7 +44,7 @@ def layer_makers(
         raise argument_error("layer_types", "the type of each layer", describe(layer_types))
     layer_types = tuple(layer_types)
     with_window = {"sliding_attention": sliding, "chunked_attention": chunked}
-    makers = {"full_attention": full} | with_window | dict.fromkeys(STATES, StateLayer)
+    makers = {"full_attention": full} | with_window | dict.fromkeys(STATE_LAYERS, StateLayer)
     for i, name in enumerate(layer_types):
         if not isinstance(name, str) or name not in makers:
             raise argument_error(f"layer_types[{i}]", " or ".join(makers), describe(name))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvkit.cache.compression import (
-    BUDGETS,
+    BUDGETS_WANTED,
     Compression,
     CompressionReport,
     layer_counts,
@@ -30,7 +30,7 @@ from kvkit.checks.values import flag, integer
 from kvkit.errors import argument_error, describe
 from kvkit.eviction.inputs import refuse_first
 from kvkit.eviction.padding import score_rows, single_rows, stays_whole
-from kvkit.eviction.selection import LARGEST, ada_counts, per_head, shared_counts, take, with_protected
+from kvkit.eviction.selection import LARGEST_SCORE, ada_counts, per_head, shared_counts, take, with_protected
 from kvkit.typed import Array
 
 SAME_SHAPES = "layers with the same batch and number of heads, for 'global'"
@@ -190,7 +190,7 @@ def rows_that_stay(
     if request.threshold is not None:
         bounds, rows = numbers_by_head("threshold", request.threshold, tokens, num_layers, "fiu"), {}
         for i, scores in scored.items():
-            staying = real[i] & (scores >= np.minimum(bounds[i], LARGEST)[..., None])
+            staying = real[i] & (scores >= np.minimum(bounds[i], LARGEST_SCORE)[..., None])
             rows[i] = [np.flatnonzero(head) for head in staying.reshape(-1, staying.shape[2])]
         return rows
     counts = counts_of_heads(scored, tokens, means, num_layers, request)
@@ -222,7 +222,7 @@ def counts_of_heads(
         shared = shared_counts(list(scored.values()), total, 0) if scored else ()
         counts = dict(zip(scored, shared, strict=True))
     elif name not in ("uniform", "pyramid", None):
-        raise argument_error("budget", BUDGETS, repr(name))
+        raise argument_error("budget", BUDGETS_WANTED, repr(name))
     else:
         counts = {i: np.full(lengths.shape, means[i]) for i, lengths in tokens.items()}
     return {i: np.minimum(count, tokens[i]) for i, count in counts.items()}

@@ -21,7 +21,7 @@ from kvkit.files import npz
 from kvkit.typed import Array, FilePath
 
 Paged = TypeVar("Paged")  # a `PagedCache`
-Contents = tuple[dict[str, Any], dict[str, Array]]  # of a file: (description of the cache, its arrays)
+SavedContents = tuple[dict[str, Any], dict[str, Array]]  # of a file: (description of the cache, its arrays)
 MAX_QUOTE = 160  # characters of a file's metadata in an error message
 
 
@@ -35,7 +35,7 @@ def saved_path(directory: FilePath) -> Path:
     return path
 
 
-def read_layers(path: FilePath, contents: Contents, allocate: Allocate = in_memory) -> list[Any]:
+def read_layers(path: FilePath, contents: SavedContents, allocate: Allocate = in_memory) -> list[Any]:
     """Return the layers of a saved `Cache`; those without a window have arrays from `allocate`."""
     about, arrays = contents
     if not isinstance(about.get("layers"), list):
@@ -47,7 +47,7 @@ def read_layers(path: FilePath, contents: Contents, allocate: Allocate = in_memo
     return [restore_layer(path, i, layer, arrays, allocate) for i, layer in layers]
 
 
-def read_paged(path: FilePath, contents: Contents, make: Callable[..., Paged]) -> Paged:
+def read_paged(path: FilePath, contents: SavedContents, make: Callable[..., Paged]) -> Paged:
     """Return a saved `PagedCache`, which `make` makes of its arguments."""
     about, arrays = contents
     if "paged" not in about:
@@ -58,7 +58,7 @@ def read_paged(path: FilePath, contents: Contents, make: Callable[..., Paged]) -
         raise load_error(path, "a valid description of a paged cache", error) from None
 
 
-def read_file(path: FilePath) -> Contents:
+def read_file(path: FilePath) -> SavedContents:
     """Read (description of a cache, its arrays) from a file, and check that they agree."""
     contents = npz.read(path)
     about = contents.metadata.get("cache")

@@ -16,7 +16,7 @@ from kvkit.eviction.padding import checked_padding, stays_whole
 from kvkit.interop import returns_input_kind
 from kvkit.typed import Array
 
-LARGEST = np.finfo(np.float64).max  # the most that other tokens score where protected tokens score inf
+LARGEST_SCORE = np.finfo(np.float64).max  # the most that other tokens score where protected tokens score inf
 
 
 class Kept(NamedTuple):
@@ -112,7 +112,7 @@ def select(
     scores = with_protected(scores, np.ones(scores.shape, bool), first, last)
     if threshold is not None:
         bound = per_head("threshold", threshold, scores.shape[:2], "fiu")
-        staying = scores >= np.minimum(bound, LARGEST)[..., None]
+        staying = scores >= np.minimum(bound, LARGEST_SCORE)[..., None]
         starts = np.append(0, np.cumsum(staying.sum(-1)))
         return Kept(np.nonzero(staying)[2], starts)
     if isinstance(budget, str):
@@ -168,7 +168,7 @@ def with_protected(scores: Array, real: Array, first: int, last: int) -> Array:
         return scores
     place, count = np.cumsum(real, -1) - 1, real.sum(-1, keepdims=True)
     own = real & ((place < first) | (place >= count - last))
-    return np.where(own, np.inf, np.minimum(scores.astype(np.float64), LARGEST))
+    return np.where(own, np.inf, np.minimum(scores.astype(np.float64), LARGEST_SCORE))
 
 
 def per_head(name: str, numbers: ArrayLike, shape: tuple[int, ...], kinds: str) -> Array:
@@ -285,7 +285,7 @@ def duo_budget(*, table: ArrayLike, tokens: int, first: int = 128, last: int = 2
     return np.where(retrieves, tokens, min(tokens, integer("first", first, 0) + integer("last", last, 0)))
 
 
-BUDGETS: dict[str, Callable[..., Array]] = {
+BUDGET_RULES: dict[str, Callable[..., Array]] = {
     "uniform": uniform_budget,
     "ada": ada_budget,
     "pyramid": pyramid_budget,
@@ -322,7 +322,7 @@ def budgets(kind: str, **options: Any) -> Array:
     >>> eviction.budgets("pyramid", layers=4, tokens=1000, keep=0.5, window=64)
     array([936, 645, 355,  64])
     """
-    function = BUDGETS[text("kind", kind, BUDGETS)]
+    function = BUDGET_RULES[text("kind", kind, BUDGET_RULES)]
     try:
         return function(**options)
     except TypeError as error:

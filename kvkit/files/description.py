@@ -14,9 +14,9 @@ from kvkit.errors import brief
 from kvkit.files.errors import file_error
 from kvkit.typed import FilePath
 
-AXES = "l", "b", "n", "h", "c", "v", "s"  # that `sizes` may have: see `kvkit.layouts`
+SIZED = "l", "b", "n", "h", "c", "v", "s"  # that `sizes` may have: see `kvkit.layouts`
 CHOICES = {"rope_pairs": ("halves", "interleaved"), "rotation": ("none", "hadamard"), "lse_base": ("e", "2")}
-LONGEST = 2000  # the most characters of a line or a name
+LONGEST_TEXT = 2000  # the most characters of a line or a name
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def is_legal(name: str, value: Any) -> bool:
     if name in CHOICES:
         return value in CHOICES[name]
     if name == "sizes":
-        return isinstance(value, dict) and all(axis in AXES and is_size(size) for axis, size in value.items())
+        return isinstance(value, dict) and all(axis in SIZED and is_size(n) for axis, n in value.items())
     if name == "rotation_blocks":
         return isinstance(value, list) and len(value) == 2 and all(map(is_size, value))
     if name == "rope_dim":
@@ -107,7 +107,7 @@ def is_legal(name: str, value: Any) -> bool:
         return isinstance(value, bool)
     if name == "rope_base":
         return type(value) in (int, float) and 0 < value < math.inf
-    return isinstance(value, str) and len(value) <= LONGEST and value.isprintable()
+    return isinstance(value, str) and len(value) <= LONGEST_TEXT and value.isprintable()
 
 
 def is_size(value: object) -> bool:

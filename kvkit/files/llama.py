@@ -40,23 +40,23 @@ from kvkit.typed import Array, FilePath
 
 SESSION, SEQUENCE = 0x6767736E, 0x67677371
 MAGICS = {struct.pack("<I", SESSION): SESSION, struct.pack("<I", SEQUENCE): SEQUENCE}
-NAMES = {SESSION: "session of llama.cpp", SEQUENCE: "state of a sequence of llama.cpp"}
+TITLES = {SESSION: "session of llama.cpp", SEQUENCE: "state of a sequence of llama.cpp"}
 EXTRAS = {  # {(magic, version): numbers that cells may have beside position and sequences}
     (SESSION, 9): ("x", "y"),
     (SEQUENCE, 2): ("x", "y"),
     (SESSION, 10): ("x", "y", "token"),
     (SEQUENCE, 3): ("x", "y", "token"),
 }
-FLOATS = {0: np.dtype("<f4"), 1: np.dtype("<f2"), 30: np.dtype(ml_dtypes.bfloat16)}  # {ggml's number: dtype}
-BLOCKS = {  # {ggml's number: (name, bytes of 32 elements)}
+FLOATING = {0: np.dtype("<f4"), 1: np.dtype("<f2"), 30: np.dtype(ml_dtypes.bfloat16)}  # {number: dtype}
+BLOCK_TYPES = {  # {ggml's number: (name, bytes of 32 elements)}
     2: ("q4_0", 18), 3: ("q4_1", 20), 6: ("q5_0", 22), 7: ("q5_1", 24), 8: ("q8_0", 34), 20: ("iq4_nl", 18),
     39: ("ggml_mxfp4", 17),
 }  # fmt: skip
-BLOCK = 32  # elements of a block
-MOST = 10_000  # the most streams, and layers of all streams; larger numbers mean other bytes
-CACHES = "cache", "sliding"  # names of the caches in a file
+BLOCK_SIZE = 32  # elements of a block
+MOST_LAYERS = 10_000  # the most streams, and layers of all streams; larger numbers mean other bytes
+CACHE_NAMES = "cache", "sliding"  # names of the caches in a file
 RECURRENT = "recurrent"
-CELLS = "positions", "sequences", "sequence_starts"
+OF_CELL = "positions", "sequences", "sequence_starts"
 LINES = {  # {(whether there are several streams, whether values are transposed): layout}
     (False, False): "l kv | b n (h c)",
     (False, True): "l kv | b n (h c) ; b (h c) n",
@@ -64,12 +64,12 @@ LINES = {  # {(whether there are several streams, whether values are transposed)
     (True, True): "b l kv | n (h c) ; (h c) n",
 }
 # Notes for the user.
-ROTATED = (
+ROTATED_NOTE = (
     "since April 2026 llama.cpp rotates keys and values (Hadamard) before it quantizes them, if heads have a "
     "multiple of 64 elements and LLAMA_ATTN_ROT_DISABLE is not set; the file does not say whether it did"
 )
-HEADS = "the file does not say how many heads a row has: give sizes={'h': N}"
-STATES = (
+NO_HEADS = "the file does not say how many heads a row has: give sizes={'h': N}"
+STATES_NOTE = (
     "recurrent layers have a state and no rows of tokens: for each of recurrent_cells, recurrent.I.0 has the "
     "last inputs of the convolution of the I-th recurrent layer, recurrent.I.1 the layer's state"
 )
@@ -130,7 +130,7 @@ class CellCache:
     @property
     def rotation(self) -> str | None:
         """Return "none" for floats; None (unknown) for codes, which may be rotated."""
-        return "none" if set().union(*self.types) <= FLOATS.keys() else None
+        return "none" if set().union(*self.types) <= FLOATING.keys() else None
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def read(path: FilePath) -> Contents:
         version = source.number()
         if (magic, version) not in EXTRAS:
             known = " and ".join(str(number) for kind, number in EXTRAS if kind == magic)
-            what = f"a {NAMES[magic]} of version {version}, but kvkit knows {known}"
+            what = f"a {TITLES[magic]} of version {version}, but kvkit knows {known}"
             raise file_error(path, what, "save it with a llama.cpp that writes one of these versions")
         arrays = {"token_ids": source.array("<i4", source.number())}
         metadata: dict[str, Any] = {"version": version}
@@ -166,19 +166,19 @@ def read(path: FilePath) -> Contents:
         caches, recurrent, outputs = read_memory(source, EXTRAS[magic, version], magic == SESSION)
         arrays |= outputs
     except Unfit as error:
-        what = f"a {NAMES[magic]}, but damaged, or with a kind of memory that kvkit cannot read ({error})"
+        what = f"a {TITLES[magic]}, but damaged, or with a kind of memory that kvkit cannot read ({error})"
         raise file_error(path, what) from None
-    for name, cache in zip(CACHES, caches, strict=False):
+    for name, cache in zip(CACHE_NAMES, caches, strict=False):
         arrays |= name_cache_arrays(name, cache)
-    notes = [HEADS] if any(cache.rows for cache in caches) else []
+    notes = [NO_HEADS] if any(cache.rows for cache in caches) else []
     types = set().union(*(side for cache in caches for side in cache.types))
-    if any(number not in FLOATS for number in types):
-        notes.append(ROTATED)
+    if any(number not in FLOATING for number in types):
+        notes.append(ROTATED_NOTE)
     if recurrent is not None:
         arrays |= {f"{RECURRENT}_cells.{what}": array for what, array in recurrent.cells.items()}
         for layer, parts in enumerate(recurrent.rows):
             arrays |= name_arrays(parts, f"{RECURRENT}.{layer}")
-        notes.append(STATES)
+        notes.append(STATES_NOTE)
         metadata["recurrent_layers"] = recurrent.layers
     described = describe_cache(caches[0]) if caches else Description()
     metadata["types"] = sorted(map(type_name, types))
@@ -186,7 +186,7 @@ def read(path: FilePath) -> Contents:
         metadata["sliding"] = describe_cache(caches[1]).to_dict()
     if any(len(cache.cells) > 1 for cache in caches):
         metadata["streams"] = len(caches[0].cells)
-    return Contents(arrays, metadata, mapped, NAMES[magic], described, tuple(notes))
+    return Contents(arrays, metadata, mapped, TITLES[magic], described, tuple(notes))
 
 
 def read_memory(
@@ -206,7 +206,7 @@ def read_memory(
             while not source.ended:
                 at = source.at
                 try:
-                    if len(caches) == len(CACHES):
+                    if len(caches) == len(CACHE_NAMES):
                         raise Unfit(f"{len(source.data) - source.at} bytes are left over")
                     caches.append(read_cache(source, fields, has_values))
                 except Unfit as error:  # no cache is here: the rest must be a recurrent memory
@@ -234,7 +234,7 @@ def read_cache(source: ByteReader, fields: tuple[str, ...], has_values: bool) ->
     cells: list[Any] = []
     rows: list[Any] = []
     types: tuple[set[int], set[int]] = set(), set()
-    if not 1 <= streams <= min(MOST, (len(source.data) - source.at) // 4):
+    if not 1 <= streams <= min(MOST_LAYERS, (len(source.data) - source.at) // 4):
         raise Unfit(f"{streams} streams")
     for _ in range(streams):
         count = source.number()
@@ -243,7 +243,7 @@ def read_cache(source: ByteReader, fields: tuple[str, ...], has_values: bool) ->
             rows.append(None)
             continue
         flag, layers = source.number(), source.number()
-        if flag > 1 or layers + sum(len(stream or ()) for stream in rows) > MOST:
+        if flag > 1 or layers + sum(len(stream or ()) for stream in rows) > MOST_LAYERS:
             raise Unfit(f"{layers} layers, and values transposed: {flag}")
         transposed = bool(flag)
         keys = [read_rows(source, count, types[0]) for _ in range(layers)]
@@ -289,7 +289,7 @@ def read_recurrent(source: ByteReader) -> RecurrentMemory:
     read to the end of the file.
     """
     count = source.number()
-    if not 0 < count <= MOST:
+    if not 0 < count <= MOST_LAYERS:
         raise Unfit(f"{count} cells of a recurrent memory")
     positions, ids, starts = [], [], [0]
     for _ in range(count):
@@ -297,14 +297,15 @@ def read_recurrent(source: ByteReader) -> RecurrentMemory:
         ids.append(source.array("<i4", source.number()))
         starts.append(starts[-1] + len(ids[-1]))
     flag, layers = source.number(), source.number()
-    if flag or not 0 < layers <= MOST:
+    if flag or not 0 < layers <= MOST_LAYERS:
         raise Unfit(f"{layers} layers, and states transposed: {flag}")
     rows: list[Array] = []
     while not source.ended:
         rows.append(read_rows(source, count, set())[0])
     if len(rows) % 2 or len(rows) > 2 * layers:
         raise Unfit(f"{len(rows)} arrays of a recurrent memory of {layers} layers")
-    cells = dict(zip(CELLS, (np.array(positions, "<i4"), np.concatenate(ids), np.array(starts)), strict=True))
+    parts = np.array(positions, "<i4"), np.concatenate(ids), np.array(starts)
+    cells = dict(zip(OF_CELL, parts, strict=True))
     convolutions, states = rows[: len(rows) // 2], rows[len(rows) // 2 :]
     pairs = [list(pair) for pair in zip(convolutions, states, strict=True)]
     return RecurrentMemory(cells, pairs, layers)
@@ -315,11 +316,11 @@ def read_rows(source: ByteReader, count: int, types: set[int]) -> Array:
     number, size = source.number("<i4"), source.number("<u8")
     types.add(number)
     check_type(number)
-    if number in FLOATS:
-        if size % FLOATS[number].itemsize:
+    if number in FLOATING:
+        if size % FLOATING[number].itemsize:
             raise Unfit(f"rows of {size} bytes of {type_name(number)}")
-        return source.array(FLOATS[number], 1, count, size // FLOATS[number].itemsize)
-    if size % BLOCKS[number][1]:
+        return source.array(FLOATING[number], 1, count, size // FLOATING[number].itemsize)
+    if size % BLOCK_TYPES[number][1]:
         raise Unfit(f"rows of {size} bytes of {type_name(number)}")
     return source.array(np.uint8, 1, count, size)
 
@@ -329,20 +330,20 @@ def read_columns(source: ByteReader, count: int, types: set[int]) -> Array:
     number, size, elements = source.number("<i4"), source.number(), source.number()
     types.add(number)
     check_type(number)
-    if number not in FLOATS or size != FLOATS[number].itemsize:
+    if number not in FLOATING or size != FLOATING[number].itemsize:
         raise Unfit(f"columns of {type_name(number)}, {size} bytes each")
-    return source.array(FLOATS[number], 1, elements, count)
+    return source.array(FLOATING[number], 1, elements, count)
 
 
 def check_type(number: int) -> None:
     """Raise unless kvkit knows a ggml type."""
-    if number not in FLOATS and number not in BLOCKS:
+    if number not in FLOATING and number not in BLOCK_TYPES:
         raise Unfit(f"elements of the unknown type {number}")
 
 
 def type_name(number: int) -> str:
     """Return the name of a ggml type."""
-    return FLOATS[number].name if number in FLOATS else BLOCKS[number][0]
+    return FLOATING[number].name if number in FLOATING else BLOCK_TYPES[number][0]
 
 
 def name_cache_arrays(name: str, cache: CellCache) -> dict[str, Array]:
@@ -379,10 +380,10 @@ def describe_cache(cache: CellCache) -> Description:
 def join_streams(contents: Contents) -> Contents:
     """Join the streams of a session: rows and cells of all streams, one stream after the other."""
     line = contents.description.layout or ""
-    if contents.kind not in NAMES.values() or not line.startswith("b l"):
+    if contents.kind not in TITLES.values() or not line.startswith("b l"):
         return contents
-    streams = {name: streams_of(contents.arrays, name) for name in CACHES}
-    begins = tuple(f"{name}{end}." for name in CACHES if streams[name] for end in ("", "_cells"))
+    streams = {name: streams_of(contents.arrays, name) for name in CACHE_NAMES}
+    begins = tuple(f"{name}{end}." for name in CACHE_NAMES if streams[name] for end in ("", "_cells"))
     arrays = {name: array for name, array in contents.arrays.items() if not name.startswith(begins)}
     transposed = ";" in line
     for name, numbers in streams.items():

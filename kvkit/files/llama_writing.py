@@ -11,15 +11,15 @@ import numpy as np
 from kvkit.files.contents import Contents
 from kvkit.files.errors import file_error
 from kvkit.files.llama import (
-    BLOCKS,
-    CACHES,
-    CELLS,
+    BLOCK_TYPES,
+    CACHE_NAMES,
     EXTRAS,
-    FLOATS,
-    NAMES,
+    FLOATING,
+    OF_CELL,
     RECURRENT,
     SEQUENCE,
     SESSION,
+    TITLES,
     join_streams,
 )
 from kvkit.files.paths import check_target, name_in_errors
@@ -46,7 +46,7 @@ def write(path: FilePath, contents: Contents) -> None:
 def pieces_of(contents: Contents) -> Iterator[bytes]:
     """Yield the bytes of a file, a piece at a time."""
     arrays, metadata = contents.arrays, contents.metadata
-    session = contents.kind == NAMES[SESSION]
+    session = contents.kind == TITLES[SESSION]
     magic, version = SEQUENCE, metadata.get("version", VERSION)
     if session:
         magic, version = SESSION, metadata["version"]
@@ -59,9 +59,9 @@ def pieces_of(contents: Contents) -> Iterator[bytes]:
         if name in arrays:
             yield struct.pack(code, len(arrays[name])) + arrays[name].tobytes()
     line = contents.description.layout or ""
-    for name in CACHES:
+    for name in CACHE_NAMES:
         if f"{name}_cells.positions" in arrays:
-            sliding = name != CACHES[0]
+            sliding = name != CACHE_NAMES[0]
             format = metadata["sliding"].get("format") if sliding else contents.description.format
             fields, streams = EXTRAS[magic, version], metadata.get("streams", 1)
             yield from pieces_of_cache(arrays, name, fields, streams, ";" in line, format or "")
@@ -126,10 +126,10 @@ def bytes_of_rows(rows: Array, own: Array, format: str, transposed: bool) -> byt
 
 def type_of(dtype: np.dtype, format: str) -> tuple[int, int]:
     """Return (number of a ggml type, bytes of its blocks or 0 for floats)."""
-    for number, known in FLOATS.items():
+    for number, known in FLOATING.items():
         if dtype == known:
             return number, 0
-    for number, (name, size) in BLOCKS.items():
+    for number, (name, size) in BLOCK_TYPES.items():
         if name == format and dtype == np.uint8:
             return number, size
     raise ValueError(f"{dtype} of format {format or 'unknown'}")
@@ -137,7 +137,7 @@ def type_of(dtype: np.dtype, format: str) -> tuple[int, int]:
 
 def pieces_of_recurrent(arrays: Mapping[str, Array], count: int) -> Iterator[bytes]:
     """Yield the bytes of the recurrent memory of a model with `count` layers."""
-    cells = {what: arrays[f"{RECURRENT}_cells.{what}"] for what in CELLS}
+    cells = {what: arrays[f"{RECURRENT}_cells.{what}"] for what in OF_CELL}
     own = np.arange(len(cells["positions"]))
     yield struct.pack("<I", len(own)) + bytes_of_cells(cells, own, ())
     yield struct.pack("<II", 0, count)

@@ -20,7 +20,7 @@ from kvkit.files.description import Description
 from kvkit.files.errors import file_error
 from kvkit.typed import Array, FilePath
 
-NAME = re.compile(  # files of `local_disk` and `fs`
+CHUNK_NAME = re.compile(  # files of `local_disk` and `fs`
     r"(?P<model>.+)@(?P<ranks>\d+)@(?P<rank>\d+)@(?P<hash>[0-9a-f]+)@(?P<type>[a-z][a-z0-9_]*)"
     r"(?:@(?P<layer>\d+))?(?:@[^@%]+%[^@]*)*\.(?:pt|data)"
 )
@@ -37,14 +37,14 @@ LINES = {  # {arrangement of a header: layout}
     1: "| kv l n (h c)", 2: "| n kv (h c)", 3: "| kv n (h c)", 6: "| 1 l n c",
 }  # fmt: skip
 HEADER = 4 * 7  # bytes of seven integers
-GROUPS = "a chunk of layers of two kinds has them in groups, one behind the other, which kvkit does not part"
+GROUPED = "a chunk of layers of two kinds has them in groups, one behind the other, which kvkit does not part"
 NO_SIZES = "the file has elements without sizes: give sizes={'l': L, 'h': H, 'c': C}; n follows"
 
 
 def parse_name(path: FilePath) -> dict[str, Any] | None:
     """Return the fields in the name of a chunk; None for other names."""
     name = os.path.basename(os.fspath(path))
-    match = NAME.fullmatch(name) or UNTYPED.fullmatch(name)
+    match = CHUNK_NAME.fullmatch(name) or UNTYPED.fullmatch(name)
     return match and {key: text for key, text in match.groupdict().items() if text is not None}
 
 
@@ -55,13 +55,13 @@ def read(path: FilePath, fields: dict[str, Any]) -> Contents:
     sizes: dict[str, int] = {}
     if tells_less(data):
         raise file_error(
-            path, f"its header tells the shape of fewer elements: {GROUPS}", "give each group alone"
+            path, f"its header tells the shape of fewer elements: {GROUPED}", "give each group alone"
         )
     if found := elements_after_header(data):
         array, line = found
         axes = line.removeprefix("| ").replace("(h c)", "").split()
         sizes = {axis: size for axis, size in zip(axes, array.shape, strict=False) if axis in "ln"}
-        notes = (llama.HEADS,) if "h" in line else ()
+        notes = (llama.NO_HEADS,) if "h" in line else ()
     else:
         dtype = TYPES.get(fields.get("type", ""))
         if dtype is None or len(data) % np.dtype(dtype).itemsize:

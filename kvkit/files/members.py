@@ -20,14 +20,14 @@ from numpy.lib import format as npy
 
 from kvkit.typed import Array
 
-BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+BFLOAT16_DTYPE: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 VOID16 = np.dtype("V2")  # the dtype by which numpy writes bfloat16
 FLOAT8: dict[str, np.dtype[Any]] = {  # numpy writes these as "V1"; only the file's metadata names the dtype
     dtype.name: dtype
     for dtype in map(np.dtype, (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu))
 }
 ALIGNMENT = 64  # bytes
-CHUNK = 2**24  # bytes that are read or written at once
+CHUNK_BYTES = 2**24  # bytes that are read or written at once
 DEFLATE_LIMIT = 1032  # the most bytes that a deflated byte unpacks to
 HEADER_LIMIT = 2048  # characters; 64 axes of 2**63 elements need 1,400
 TEXT_LIMIT = 2**24  # bytes
@@ -130,7 +130,7 @@ def read_text_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> str | 
 def resolve_dtype(dtype: np.dtype[Any], stated: object = None) -> np.dtype[Any]:
     """Return the dtype that a header means: void is bfloat16, or the stated float8; raise for odd ones."""
     if dtype == VOID16:
-        return BFLOAT16
+        return BFLOAT16_DTYPE
     if dtype == np.dtype("V1") and isinstance(stated, str) and stated in FLOAT8:
         return FLOAT8[stated]
     if dtype.hasobject:
@@ -147,7 +147,7 @@ def is_storable(dtype: np.dtype[Any]) -> bool:
 
 def is_extension_dtype(dtype: np.dtype[Any]) -> bool:
     """Return whether a dtype is bfloat16 or float8, which numpy does not have."""
-    return dtype == BFLOAT16 or dtype in FLOAT8.values()
+    return dtype == BFLOAT16_DTYPE or dtype in FLOAT8.values()
 
 
 def data_offset(member: zipfile.ZipInfo, file: IO[bytes]) -> int:
@@ -161,7 +161,7 @@ def unpack_into(data: IO[bytes], array: Array) -> Array:
     """Fill an array from the rest of a member."""
     rest = memoryview(as_bytes(array))  # type: ignore[arg-type]
     while rest:
-        count = data.readinto(rest[:CHUNK])  # type: ignore[attr-defined]
+        count = data.readinto(rest[:CHUNK_BYTES])  # type: ignore[attr-defined]
         if not count:
             raise ValueError("its data ends early")
         rest = rest[count:]
@@ -209,10 +209,10 @@ def iterate_bytes(array: Array) -> Iterator[bytes | memoryview]:
     """Yield an array's bytes in the order that `make_header` states, without a copy if it is contiguous."""
     if array.flags.c_contiguous or array.flags.f_contiguous:
         whole = memoryview(as_bytes(array))  # type: ignore[arg-type]
-        yield from (whole[i : i + CHUNK] for i in range(0, len(whole), CHUNK))
+        yield from (whole[i : i + CHUNK_BYTES] for i in range(0, len(whole), CHUNK_BYTES))
         return
     bits = array.view(f"u{array.itemsize}") if is_extension_dtype(array.dtype) else array
-    count = max(CHUNK // array.itemsize, 1)
+    count = max(CHUNK_BYTES // array.itemsize, 1)
     for piece in np.nditer(bits, ["external_loop", "buffered", "zerosize_ok"], order="C", buffersize=count):
         yield np.asarray(piece).tobytes()
 

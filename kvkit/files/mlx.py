@@ -27,17 +27,17 @@ from kvkit.files.description import Description, parse_description
 from kvkit.files.errors import file_error
 from kvkit.typed import Array, FilePath
 
-LINE = "l kv | b h n c"
+LAYOUT = "l kv | b h n c"
 LAYOUTS = {"mlx": True, "mlx-0.31": False}  # {layout: whether its prompt caches are of mlx-lm 0.32}
-FLOATS, CODED, MEMBERS = "KVCache", "QuantizedKVCache", "CacheList"
-FIELDS = {  # {class: (names of its numbers since 0.32, before)}; None if its rows cannot be ordered by them
-    FLOATS: (("offset",), ()),
+FLOAT_CLASS, CODED, MEMBERS = "KVCache", "QuantizedKVCache", "CacheList"
+COUNTERS = {  # {class: (names of its numbers since 0.32, before)}; None if its rows cannot be ordered by them
+    FLOAT_CLASS: (("offset",), ()),
     "ConcatenateKVCache": ((), ()),
     CODED: (("offset", "group", "bits"), ("offset", "group", "bits")),
     "RotatingKVCache": (("offset", "keep", "most", "next"), ("keep", "most", "offset", "next")),
     "ChunkedKVCache": (("offset", "chunk", "start"), None),
 }
-PARTS = "cache", "scales", "minima"  # the arrays of a quantized layer: words of codes, scales, minima
+ARRAY_NAMES = "cache", "scales", "minima"  # the arrays of a quantized layer: words of codes, scales, minima
 ENCODED = {"cache": "cache", "scales": "scale", "minima": "minimum"}  # the names of `kvkit.formats.encode`
 FORMAT = re.compile(r"mlx([234568]):g(16|32|64|128)")
 
@@ -46,9 +46,9 @@ FORMAT = re.compile(r"mlx([234568]):g(16|32|64|128)")
 class PromptLayer:
     """Holds a layer of a prompt cache."""
 
-    # Of keys and of values: the arrays of `PARTS`, [batch, heads, rows, elements].
+    # Of keys and of values: the arrays of `ARRAY_NAMES`, [batch, heads, rows, elements].
     sides: Sequence[Sequence[Array]]
-    numbers: Mapping[str, int]  # by the names of `FIELDS`
+    numbers: Mapping[str, int]  # by the names of `COUNTERS`
 
     @property
     def rows(self) -> int:
@@ -104,7 +104,7 @@ def read(path: FilePath, contents: Contents) -> Contents:
     )
     empty, others = [], set()
     for place, (begin, kind) in places.items():
-        fields = FIELDS.get(kind, (None, None))[0 if since_032 else 1]
+        fields = COUNTERS.get(kind, (None, None))[0 if since_032 else 1]
         if fields is None:
             others.add(brief(kind))
         elif since_032 and contents.arrays.get(f"{begin}.0", np.zeros(1)).size == 0:
@@ -174,7 +174,7 @@ def read_layer(
         if not (text.isascii() and text.isdecimal() and len(text) < 19):
             raise file_error(path, f"layer {number} has no {field}: {name} is {brief(text) or 'missing'}")
         numbers[field] = int(text)
-    suffixes = (".0", ".1", ".2") if "bits" in numbers else ("",)  # of the arrays of `PARTS`
+    suffixes = (".0", ".1", ".2") if "bits" in numbers else ("",)  # of the arrays of `ARRAY_NAMES`
     sides = [[find_tensor(path, arrays, f"{number}.{kv}{end}", 4) for end in suffixes] for kv in range(2)]
     layer = PromptLayer(sides, numbers)
     if not layer.sound:
@@ -214,7 +214,7 @@ def with_layers(
         sizes = {axis: count for axis, count in sizes.items() if axis not in "cv"}  # c and v count words
         coded = f"values are code x scale + minimum, in groups of {group}: words of 32 bits, low codes first"
         notes.append(coded)
-    described = replace(described, layout=LINE, sizes=sizes, format=format, rope_applied=True)
+    described = replace(described, layout=LAYOUT, sizes=sizes, format=format, rope_applied=True)
     arrays |= others
     return replace(contents, arrays=arrays, metadata=metadata, description=described, notes=tuple(notes))
 
@@ -224,7 +224,7 @@ def arrays_of_layers(layers: Iterable[PromptLayer]) -> dict[str, Array]:
     arrays = {}
     for number, layer in enumerate(layers):
         for kv, side in enumerate(layer.sides):
-            for name, part in zip(PARTS, side, strict=False):
+            for name, part in zip(ARRAY_NAMES, side, strict=False):
                 runs = [part[:, :, run] for run in layer.runs]
                 arrays[f"{name}.{number}.{kv}"] = runs[0] if len(runs) == 1 else np.concatenate(runs, 2)
     return arrays
@@ -260,7 +260,7 @@ def write(
     mlx-lm refuses files with other arrays, and its sequences have equal lengths.
     """
     coded = FORMAT.fullmatch(description.format or "")
-    names = PARTS[: 3 if coded else 1]
+    names = ARRAY_NAMES[: 3 if coded else 1]
     sources = [nested(arrays, name if nested(arrays, name) is not None else ENCODED[name]) for name in names]
     if any(part is None for part in sources) or not is_whole(arrays, sources[0]):
         what = "a prompt cache of MLX has all tokens of each b, in order, and nothing else"
@@ -274,7 +274,7 @@ def write(
                 made[name] = array.view(np.uint32) if coded and i == 0 else array
         numbers = [np.shape(parts[0][0])[2]]  # rows; of codes then group and bits
         numbers += [int(number) for number in coded.groups()[::-1]] if coded else []
-        texts[f"{'1' if since_032 else '2'}.{layer}"] = CODED if coded else FLOATS
+        texts[f"{'1' if since_032 else '2'}.{layer}"] = CODED if coded else FLOAT_CLASS
         if since_032:
             made |= {f"{layer}.{i}": np.array(number, np.int32) for i, number in enumerate(numbers, 2)}
         elif coded:
@@ -294,6 +294,6 @@ def is_whole(arrays: Mapping[str, ArrayLike], cache: Any) -> bool:
     """Return whether arrays are only a cache in which each block b is one sequence that fills the block."""
     blocks, _, rows, _ = np.shape(cache[0][0])
     pages, lengths = (np.ravel(np.asarray(arrays.get(name, ()))) for name in ("block_tables", "context_lens"))
-    others = {name.partition(".")[0] for name in arrays} - {*PARTS, *ENCODED.values()}
+    others = {name.partition(".")[0] for name in arrays} - {*ARRAY_NAMES, *ENCODED.values()}
     only_a_cache = others <= {"block_tables", "context_lens", "page_size"}
     return only_a_cache and set(lengths.tolist()) <= {rows} and pages.tolist() in ([], [*range(blocks)])

@@ -22,7 +22,7 @@ from kvkit.models.known import known_model, like_known
 # {type of a value in a GGUF header: its code for `struct`}
 GGUF_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 GGUF_TEXT, GGUF_ARRAY = 8, 9
-MOST = 2**20  # the most members of an array, or characters of a text, in a GGUF header
+MOST_MEMBERS = 2**20  # the most members of an array, or characters of a text, in a GGUF header
 MOST_FIELDS = 2**14  # of a GGUF header
 LONGEST_CONFIG = 2**24  # bytes of a config.json
 
@@ -95,7 +95,7 @@ def read_gguf(file: BinaryIO) -> dict[str, Any]:
     def number(code: str) -> Any:
         return struct.unpack(f"<{code}", file.read(struct.calcsize(f"<{code}")))[0]
 
-    def count(most: int = MOST) -> int:
+    def count(most: int = MOST_MEMBERS) -> int:
         found = int(number("Q"))
         if found > most:
             raise ValueError(f"a length of {found} in its header")

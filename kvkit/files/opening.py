@@ -18,7 +18,7 @@ from kvkit.typed import FilePath
 
 PACKAGE = Path(__file__).parents[1]
 WRITTEN = ".npz", ".npy", ".safetensors"
-READ = (
+READS = (
     f"give {', '.join(WRITTEN)}, a file of torch.save, a prompt cache of MLX, a session or state of "
     "llama.cpp, or a chunk of LMCache under its own name"
 )
@@ -92,7 +92,7 @@ def read(path: FilePath) -> Contents:
         return mlx.read(path, contents) if mlx.is_cache(contents) else contents
     if kind:
         raise file_error(path, *kind)
-    raise file_error(path, f"it begins with {brief(begin)}, like no kind of file that kvkit reads", READ)
+    raise file_error(path, f"it begins with {brief(begin)}, like no kind of file that kvkit reads", READS)
 
 
 def is_torch(file: BinaryIO) -> bool:

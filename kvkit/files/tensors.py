@@ -37,7 +37,7 @@ DTYPES = {
         "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz, "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
     }.items()
 }  # fmt: skip
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def read(path: FilePath) -> Contents:
@@ -103,7 +103,7 @@ def write_tensors(
     contiguous: dict[str, Array] = {}
     for name, value in arrays.items():
         array = np.asarray(value)
-        if array.dtype.newbyteorder("=") not in NAMES:
+        if array.dtype.newbyteorder("=") not in DTYPE_NAMES:
             what = f"{name} has dtype {array.dtype}, which no safetensors file can name"
             raise file_error(path, what, "convert it")
         # numpy makes a 0-d array 1-d here: `reshape` undoes that
@@ -123,7 +123,7 @@ def header_of(arrays: Mapping[str, Array], texts: Mapping[str, str]) -> bytes:
     end = 0
     for name, array in arrays.items():
         begin, end = end, end + array.nbytes
-        kind = NAMES[array.dtype.newbyteorder("=")]
+        kind = DTYPE_NAMES[array.dtype.newbyteorder("=")]
         header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

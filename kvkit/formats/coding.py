@@ -10,13 +10,13 @@ from numpy.typing import ArrayLike
 from kvkit.errors import KvkitError, argument_error, brief
 from kvkit.formats import packing
 from kvkit.formats.elements import BFLOAT16, E4M3, FLOAT32, FLOATS, Element
-from kvkit.formats.groups import Shape, join_groups, scale_shapes, scales_fit, split_groups, spread_scales
+from kvkit.formats.groups import Lengths, join_groups, scale_shapes, scales_fit, split_groups, spread_scales
 from kvkit.formats.known import Format, named
 from kvkit.formats.rotations import rotate
-from kvkit.formats.scales import RULES, calibrate_scale, round_codes
+from kvkit.formats.scales import SCALE_RULES, calibrate_scale, round_codes
 from kvkit.typed import Array
 
-Scales = TypeVar("Scales", Array, np.float32)
+ScaleType = TypeVar("ScaleType", Array, np.float32)
 
 GIVEN_SCALES = ("tensor", "head", "token", "group")  # granularities of a caller's scales for floats of 8 bits
 ORT_SCALES = ("tensor", "channel")  # and for onnxruntime's codes, the formats that need a scale
@@ -87,10 +87,10 @@ def encode(x: ArrayLike, format: str | Format, *, scale: Any = None, **options: 
                 tensor_scale = tensor_wide_scale(known, scale, rows)
             elif scale is not None:
                 raise argument_error("scale", f"None, for {known}", brief(repr(scale)))
-            if known.rule not in RULES:
-                rules = ", ".join(["given", *RULES])
+            if known.rule not in SCALE_RULES:
+                rules = ", ".join(["given", *SCALE_RULES])
                 raise argument_error("format.rule", f"one of {rules}", brief(repr(known.rule)))
-            ratio, scales, offset = RULES[known.rule](
+            ratio, scales, offset = SCALE_RULES[known.rule](
                 split_groups(rows, per, known.group), known, dtype, tensor_scale
             )
             ratio, scales = join_groups(ratio, rows.shape, per), scales[..., 0]
@@ -275,7 +275,7 @@ def single_scale(name: str, scales: Any, format: Format) -> np.float32:
     return np.float32(number.reshape(()))
 
 
-def check_positive(name: str, scales: Scales) -> Scales:
+def check_positive(name: str, scales: ScaleType) -> ScaleType:
     """Check that scales are above 0; return them."""
     if not np.all(scales > 0):
         raise argument_error(name, "numbers above 0", np.min(scales))
@@ -299,7 +299,7 @@ def required_array(arrays: Mapping[str, Any], name: str, format: Format) -> Arra
     return np.asarray(arrays[name])
 
 
-def load_scales(arrays: Mapping[str, Any], name: str, format: Format, shape: Shape) -> Array:
+def load_scales(arrays: Mapping[str, Any], name: str, format: Format, shape: Lengths) -> Array:
     """Return stored scales, minima or zeros as float32; raise unless they fit numbers of this shape."""
     scales = finite_scales(name, packing.load_scales(required_array(arrays, name, format), format))
     if not scales_fit(scales, shape, format.per):

@@ -17,10 +17,10 @@ import numpy as np
 
 from kvkit.typed import Array
 
-Shape = tuple[int, ...]
+Lengths = tuple[int, ...]
 
 
-def scale_shapes(shape: Shape, group: int, pers: Iterable[str]) -> dict[str, Shape]:
+def scale_shapes(shape: Lengths, group: int, pers: Iterable[str]) -> dict[str, Lengths]:
     """Return {per: shape of the scales} for numbers of a shape, without those whose axes it lacks."""
     shapes = {
         "tensor": (),
@@ -32,7 +32,7 @@ def scale_shapes(shape: Shape, group: int, pers: Iterable[str]) -> dict[str, Sha
     return {per: shapes[per] for per in pers if per not in ("head", "channel") or len(shape) > 1}
 
 
-def scales_fit(scales: Array, shape: Shape, per: str) -> bool:
+def scales_fit(scales: Array, shape: Lengths, per: str) -> bool:
     """Return whether scales fit numbers of a shape, with groups of any size."""
     axis = {"group": len(shape) - 1, "channel": 0}.get(per)  # the axis that is divided into groups
     if axis is None or scales.ndim != len(shape):
@@ -58,14 +58,14 @@ def split_groups(x: Array, per: str, group: int) -> Array:
     return x  # per token: [tokens, heads, D]
 
 
-def join_groups(groups: Array, shape: Shape, per: str) -> Array:
+def join_groups(groups: Array, shape: Lengths, per: str) -> Array:
     """Undo `split_groups`: return numbers of this shape."""
     if per == "head":
         return np.moveaxis(groups.reshape(shape[-2], *shape[:-2], shape[-1]), 0, -2)
     return (np.moveaxis(groups, -1, 1) if per == "channel" else groups).reshape(shape)
 
 
-def spread_scales(scales: Array, shape: Shape, per: str) -> Array:
+def spread_scales(scales: Array, shape: Lengths, per: str) -> Array:
     """Return scales, minima or zeros so that they broadcast over numbers of a shape."""
     if per in ("head", "token"):
         return scales[..., None]

@@ -245,14 +245,14 @@ ALL = (
 )  # fmt: skip
 ALIASES = {"fp8": "e4m3", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 NAMED = {format.name: format for format in ALL}
-UNKNOWN = {"nvfp4_ds_mla": "rows of 352 bytes of vLLM, whose tensor-wide scale kvkit does not know"}
+UNREADABLE = {"nvfp4_ds_mla": "rows of 352 bytes of vLLM, whose tensor-wide scale kvkit does not know"}
 UNKNOWN_ROWS = {  # {bytes of a latent row: what writes such rows, which no format reads}
     352: "nvfp4_ds_mla of vLLM, which kvkit does not know",
     528: "DeepSeek V4.1, which kvkit does not know; if they are ds_mla without a rotary part, append one of "
     "zeros: np.pad(rows, [(0, 0), (0, 0), (0, 128)])",
 }
-OPTIONS = "cell", "exponent", "group", "per", "rounding"  # the fields of `Format` that options set
-FIELDS = {  # {word: (field, value)}
+FORMAT_OPTIONS = "cell", "exponent", "group", "per", "rounding"  # the fields of `Format` that options set
+OPTION_FIELDS = {  # {word: (field, value)}
     **{word: ("per", word) for word in PER},
     **{word: ("exponent", word) for word in (*EXPONENTS, POWER_OF_2, VLLM)},
     **{word: ("rounding", rounding) for word, rounding in ROUNDINGS.items()},
@@ -291,15 +291,15 @@ def named(format: str | Format, **options: Any) -> Format:
     else:
         name, *words = str(format).split(":")
         name = ALIASES.get(name, name)
-        if name in UNKNOWN:
-            raise argument_error("format", "a format whose bytes kvkit knows", f"{name}: {UNKNOWN[name]}")
+        if name in UNREADABLE:
+            raise argument_error("format", "a format whose bytes kvkit knows", f"{name}: {UNREADABLE[name]}")
         if name not in NAMED:
             raise unknown_name("format", "a format", str(format), NAMED, name)
         base = NAMED[name]
     requested: list[tuple[str | None, str]] = [(None, word) for word in words]  # (field of a keyword, word)
     for key, value in options.items():
-        if key not in OPTIONS:
-            raise argument_error("options", f"names among {', '.join(OPTIONS)}", brief(repr(key)))
+        if key not in FORMAT_OPTIONS:
+            raise argument_error("options", f"names among {', '.join(FORMAT_OPTIONS)}", brief(repr(key)))
         word = f"g{value}" if key == "group" else ROUNDING_WORDS.get(str(value), str(value))
         requested.append((key, word))
     fields: dict[str, Any] = {}
@@ -319,4 +319,4 @@ def parse_option(word: str) -> tuple[str | None, Any]:
     """Return the (field, value) of `Format` that an option sets; (None, None) for an unknown word."""
     if word[:1] == "g" and word.isascii() and word[1:].isdecimal() and int(word[1:]):
         return "group", int(word[1:])
-    return FIELDS.get(word, (None, None))
+    return OPTION_FIELDS.get(word, (None, None))

@@ -18,7 +18,7 @@ SIGNS = (
     "0d597365b13580806c3d44a638547f6b818ba44a41c4afab48980b32a04320fa"
     "331c6e4dcbc7a9a8da1d951b59b303986e7938300e2026cd7624a0c9b9ac9d8a"
 )
-STORED, QUERY, OUTPUT = "stored", "query", "output"  # what is rotated: see `rotate`
+STORED_ROWS, QUERY_ROWS, OUTPUT = "stored", "query", "output"  # what is rotated: see `rotate`
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Rotation:
             raise argument_error("rotation", f"a head size of {legal}, for {self}", dim)
         return block
 
-    def factors(self, dim: int, what: str = STORED, value: bool = False) -> Array:
+    def factors(self, dim: int, what: str = STORED_ROWS, value: bool = False) -> Array:
         """Return the factors of elements before and after a matrix of 1 and -1, float32 [2, dim].
 
         Signs come first. An output is rotated back, in reverse, so its signs come last. `what` is as in
@@ -71,7 +71,7 @@ class Rotation:
             factors[1 if what == OUTPUT else 0] = self.sign_factors[:dim]
         if self.norm:
             factors[1] /= np.sqrt(np.float32(block))
-        elif what != STORED:
+        elif what != STORED_ROWS:
             factors[1] /= np.float32(block)
         return factors
 
@@ -107,7 +107,7 @@ def rotation_named(name: str | Rotation | None) -> Rotation | None:
 
 
 def rotate(
-    x: ArrayLike, rotation: str | Rotation | None, *, what: str = STORED, value: bool = False
+    x: ArrayLike, rotation: str | Rotation | None, *, what: str = STORED_ROWS, value: bool = False
 ) -> Array:
     """Rotate rows in float32, in O(D log D) steps per row.
 
@@ -134,8 +134,8 @@ def rotate(
     array([[0.5, 0.5, 0.5, 0.5]], dtype=float32)
     """
     x, known = np.asarray(x, np.float32), rotation_named(rotation)
-    if what not in (STORED, QUERY, OUTPUT):
-        raise argument_error("what", f"{STORED!r}, {QUERY!r} or {OUTPUT!r}", brief(repr(what)))
+    if what not in (STORED_ROWS, QUERY_ROWS, OUTPUT):
+        raise argument_error("what", f"{STORED_ROWS!r}, {QUERY_ROWS!r} or {OUTPUT!r}", brief(repr(what)))
     if known is None:
         return x
     dim, step = x.shape[-1], 1

@@ -21,9 +21,9 @@ from kvkit.formats.elements import E4M3, Element
 from kvkit.formats.known import VLLM, Format
 from kvkit.typed import Array
 
-Scaled = tuple[Array, Array, Array | None]  # ratio, scale, offset
+ScaledGroups = tuple[Array, Array, Array | None]  # ratio, scale, offset
 
-SMALLEST = np.float32(1e-5)  # PMX: the smallest scale
+SMALLEST_SCALE = np.float32(1e-5)  # PMX: the smallest scale
 TINY = np.finfo(np.float32).tiny  # DeepSeek: the smallest scale
 LEAST_POWER = np.float32(1e-4)  # DeepSeek: the smallest scale (FlashMLA) or amax (vLLM) before a power of two
 
@@ -66,41 +66,41 @@ def largest_code(format: Format) -> np.float32:
     return np.float32(format.code.limits[1])
 
 
-def pmx(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
+def pmx(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as PMX: max(amax / largest code, 1e-5). Scale and quotient are rounded to the data's dtype."""
-    scale = np.maximum(round_to(magnitude(x) / largest_code(format), dtype), round_to(SMALLEST, dtype))
+    scale = np.maximum(round_to(magnitude(x) / largest_code(format), dtype), round_to(SMALLEST_SCALE, dtype))
     return round_to(x / scale, dtype), scale, None
 
 
-def kvkit_minimum(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
+def kvkit_minimum(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as kvkit's caches: minimum and scale (at least 1e-5) are rounded to their dtype before use."""
     (low, high), stored = extremes(x), format.scale_type().dtype
     low = round_to(low, stored) + np.float32(0)  # -0.0 becomes +0.0
-    scale = round_to(np.maximum((high - low) / largest_code(format), SMALLEST), stored)
+    scale = round_to(np.maximum((high - low) / largest_code(format), SMALLEST_SCALE), stored)
     return (x - low) / scale, scale, low
 
 
-def ggml_largest(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
+def ggml_largest(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as ggml's q8_0: amax / largest code. Codes use the scale before it is rounded."""
     scale = magnitude(x) / largest_code(format)
     return x * inverse(scale), scale, None
 
 
-def ggml_signed(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
+def ggml_signed(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as ggml's q4_0 and q5_0: the element of largest magnitude, with its sign, gets the least code."""
     at = np.abs(x).argmax(-1)[..., None]
     scale = np.take_along_axis(x, at, -1) / np.float32(format.code.limits[0])
     return x * inverse(scale), scale, None
 
 
-def ggml_minimum(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
+def ggml_minimum(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as ggml's q4_1 and q5_1: (max - min) / largest code, with the minimum as offset."""
     low, high = extremes(x)
     scale = (high - low) / largest_code(format)
     return (x - low) * inverse(scale), scale, low
 
 
-def ggml_searched(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
+def ggml_searched(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as ggml's iq4_nl: the best of 16 scales by the squared error, weighted with w = x * x.
 
     A trial scales x so that its element of largest magnitude becomes 127, or one of -134 to -120, and finds
@@ -121,7 +121,7 @@ def ggml_searched(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any)
     return x * inverse(scale), scale, None
 
 
-def mx_power(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
+def mx_power(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as the MX formats: a power of two.
 
     OCP's "floor" clips a magnitude by up to 25% (e2m1) or 12.5% (e4m3); MLX's "ceil" never clips.
@@ -136,7 +136,7 @@ def mx_power(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> S
     return x / scale, scale, None
 
 
-def nvfp4(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
+def nvfp4(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as NVFP4: e4m3(amax / 6 / tensor-wide scale)."""
     scale = magnitude(x) / largest_code(format) / tensor_scale
     scale = round_to(np.minimum(scale, np.float32(E4M3.limits[1])), E4M3.dtype)
@@ -144,13 +144,13 @@ def nvfp4(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scal
     return np.divide(x, unit, out=np.zeros_like(x), where=unit != 0), scale, None
 
 
-def vllm_token(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
+def vllm_token(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as vLLM's formats per token and head: at least 1e-6. The quotient is x * (1 / scale)."""
     scale = np.maximum(magnitude(x) / largest_code(format), np.float32(1e-6))
     return x * (np.float32(1) / scale), scale, None
 
 
-def vllm_int4(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
+def vllm_int4(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as vLLM's 4 bits per token and head, whose zero point is in the lowest 4 bits of the scale."""
     (low, high), top_code = extremes(x), largest_code(format)
     scale = np.maximum((high - low) / top_code, np.float32(1e-6))
@@ -166,7 +166,7 @@ def zero_in_scale(stored: Array) -> tuple[Array, Array]:
     return (bits & np.uint32(0xFFFFFFF0)).view(np.float32), (bits & np.uint32(15)).astype(np.float32)
 
 
-def deepseek(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
+def deepseek(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as DeepSeek: at least the smallest normal float32.
 
     Powers of two are at least 2**-13 in FlashMLA: 1e-4, rounded up. In vLLM amax is at least 1e-4, so they
@@ -184,7 +184,7 @@ def deepseek(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> S
     return x / scale, scale, None
 
 
-def lmdeploy(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
+def lmdeploy(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as LMDeploy, with a zero point in units of codes that is not rounded.
 
     If all numbers are equal, the scale is 1 and the zero point is -x, where LMDeploy stores NaN or infinity.
@@ -196,7 +196,7 @@ def lmdeploy(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> S
     return x / scale + zero, scale, zero
 
 
-def openvino(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
+def openvino(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as OpenVINO, with a zero point in units of codes. The scale of equal numbers is 1e-4."""
     (low, high), top_code = extremes(x), largest_code(format)
     # OpenVINO multiplies keys by the reciprocal, but divides values: results differ in the last bit.
@@ -207,7 +207,7 @@ def openvino(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> S
     return ratio.astype(np.float32), scale, zero
 
 
-def mlx_affine(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
+def mlx_affine(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as MLX's affine formats: the extreme of larger magnitude, `end`, has code 0 and is the minimum.
 
     If that is the maximum, the scale is negative. The scale is changed a little, so that a whole number of
@@ -223,20 +223,20 @@ def mlx_affine(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) ->
     return (x - minimum) / scale, scale, minimum
 
 
-def kivi(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
+def kivi(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as KIVI: (max - min) / largest code. Equal numbers have code 0."""
     low, high = extremes(x)
     scale = (high - low) / largest_code(format)
     return np.divide(x - low, scale, out=np.zeros_like(x), where=scale != 0), scale, low
 
 
-def turbo_key(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
+def turbo_key(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as TurboQuant's keys: the scale is the row's length; the ratio has a mean square of 1."""
     length = np.sqrt(np.square(x, dtype=np.float64).sum(-1, keepdims=True)).astype(np.float32)
     return x * inverse(length) * np.sqrt(np.float32(x.shape[-1])), length, None
 
 
-def turbo_value(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
+def turbo_value(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as TurboQuant's values: (max - min) / largest code, at least 1e-8."""
     low, high = extremes(x)
     scale = np.maximum((high - low) / largest_code(format), np.float32(1e-8))
@@ -249,7 +249,7 @@ def calibrate_scale(x: Array, format: Format) -> Array:
     return np.where(scale > 0, scale, np.float32(1))
 
 
-RULES = {
+SCALE_RULES = {
     rule.__name__: rule
     for rule in (
         pmx, kvkit_minimum, ggml_largest, ggml_signed, ggml_minimum, ggml_searched, mx_power, nvfp4,

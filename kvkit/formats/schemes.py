@@ -16,7 +16,7 @@ from kvkit.formats.known import NAMED, Format, named
 from kvkit.formats.rotations import rotate, rotation_named
 from kvkit.typed import Array
 
-PAIRS = {  # {an engine's name: (format of keys, format of values)}
+FORMAT_PAIRS = {  # {an engine's name: (format of keys, format of values)}
     **{f"openvino_u{bits}": (f"openvino_key_u{bits}", f"openvino_value_u{bits}") for bits in (8, 4)},
     "turboquant_k8v4": ("e4m3", "turbo_v4"),
     "turboquant_4bit_nc": ("turbo_k4_nc", "turbo_v4"),
@@ -175,8 +175,8 @@ def schemes_named(text: str, scale: Any = None) -> tuple[Any, Any]:
 
 def formats_named(text: str) -> tuple[Format, Format]:
     """Return (format of keys, format of values), which differ for "kivi2" or "q8_0/q4_0"."""
-    if text in PAIRS:
-        return named(PAIRS[text][0]), named(PAIRS[text][1])
+    if text in FORMAT_PAIRS:
+        return named(FORMAT_PAIRS[text][0]), named(FORMAT_PAIRS[text][1])
     if "/" in text:
         sides = text.split("/", 1)
         return cache_format(sides[0]), cache_format(sides[1])

@@ -13,7 +13,7 @@ from kvkit.layouts.grammar import Layout
 from kvkit.layouts.named import NAMED, parse
 from kvkit.layouts.shapes import (
     FIXED,
-    SIZES,
+    SIZED_AXES,
     Groups,
     Unsolved,
     axis_length,
@@ -140,7 +140,7 @@ def possible_sizes(arrays: Any, line: Layout) -> list[dict[str, int]]:
     found = sizes_that_fit(members[0][0], line.groups, {})
     for array, side in members[1:]:
         groups = (line.groups, line.value_groups)[side]
-        shared = "lbnh" if side else SIZES  # keys and values in separate arrays may differ in content
+        shared = "lbnh" if side else SIZED_AXES  # keys and values in separate arrays may differ in content
         found = [
             sizes
             for sizes in found

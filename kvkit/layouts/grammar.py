@@ -14,7 +14,7 @@ MEANING = {
     "n": "token in the block", "h": "key head", "c": "content, the elements of a head",
     "s": "scale groups of a head",
 }  # fmt: skip
-AXES = "axes among l, kv, b, n, h, c, s, their parts such as c1 c0[8], or 1"
+AXES_WANTED = "axes among l, kv, b, n, h, c, s, their parts such as c1 c0[8], or 1"
 AXIS = re.compile(r"(kv|[lbnhcs])(?:([01])(?:\[([1-9]\d*)(B?)\])?)?|1")
 LEXEME = re.compile(r"[()|;+]|[^\s()|;+]+")  # a sign, or a word between signs and spaces
 
@@ -105,7 +105,7 @@ def parse_axis(word: str) -> Axis:
     """Parse an axis of the layout, or a part of one."""
     found = AXIS.fullmatch(word)
     if not found:
-        raise argument_error("layout", AXES, repr(word))
+        raise argument_error("layout", AXES_WANTED, repr(word))
     if word == "1":
         return Axis("1")
     name, part, inner, in_bytes = found.groups()

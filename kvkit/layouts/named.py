@@ -47,8 +47,8 @@ class Named:
 
 EITHER = "a line, such as 'l | kv b n h c', or a name that `kvkit list layouts` prints"
 # Notes, (engine, source, mark) and sources that several layouts share.
-HALVES = "keys are index 0 of kv, values index 1"
-SIDE = (
+HALVED = "keys are index 0 of kv, values index 1"
+BY_SIDE = (
     "the content of a head is its key, then its value; the engine views each of these lines as (b, h, n, 2 D)"
 )
 LISTS = "keys and values are separate arrays"
@@ -63,15 +63,15 @@ LMDEPLOY = "lmdeploy@1263d5c:"
 ASCEND = "vllm-ascend@182b75e:vllm_ascend/attention/attention_v1.py"
 LMCACHE = "LMCache", "registry of 2026", "lmcache:csrc/engine_kv_format.h"
 OLD = "deprecated by LMCache; the bytes are those of vllm-"  # and the end of the name
-POOL = "all layers in one pool; the content of a head is its key, then its value"
+ONE_POOL = "all layers in one pool; the content of a head is its key, then its value"
 
 NAMED = MappingProxyType({
-    "pmx-static-0": Named("| b l kv n h c", "PMX", "cache_layout 0, static", *PMX, HALVES),
-    "pmx-static-1": Named("| l b kv h n c", "PMX", "cache_layout 1, static", *PMX, HALVES),
-    "pmx-dynamic-0": Named("| n l kv h c", "PMX", "cache_layout 0, dynamic", *PMX, HALVES),
-    "pmx-dynamic-1": Named("| l n kv h c", "PMX", "cache_layout 1, dynamic", *PMX, HALVES),
-    "pmx-dynamic-2": Named("| l kv n h c", "PMX", "cache_layout 2, dynamic", *PMX, HALVES),
-    "pmx-dynamic-3": Named("| l kv h n c", "PMX", "cache_layout 3, dynamic", *PMX, HALVES),
+    "pmx-static-0": Named("| b l kv n h c", "PMX", "cache_layout 0, static", *PMX, HALVED),
+    "pmx-static-1": Named("| l b kv h n c", "PMX", "cache_layout 1, static", *PMX, HALVED),
+    "pmx-dynamic-0": Named("| n l kv h c", "PMX", "cache_layout 0, dynamic", *PMX, HALVED),
+    "pmx-dynamic-1": Named("| l n kv h c", "PMX", "cache_layout 1, dynamic", *PMX, HALVED),
+    "pmx-dynamic-2": Named("| l kv n h c", "PMX", "cache_layout 2, dynamic", *PMX, HALVED),
+    "pmx-dynamic-3": Named("| l kv h n c", "PMX", "cache_layout 3, dynamic", *PMX, HALVED),
     "ascend-nd": Named("kv | b n h c", "Ascend operators", *RESHAPE, LISTS, ("ND",)),
     "ascend-nhsd": Named("kv | b h n c", "Ascend operators", *RESHAPE, LISTS, ("NHSD",)),
     "ascend-nz": Named(
@@ -79,37 +79,37 @@ NAMED = MappingProxyType({
         "groups of 32 bytes; if one spans two heads, pass all heads as one", ("NZ",),
     ),
     "vllm-flash-attention": Named(
-        "l | kv b n h c", "vLLM", "v1, until June 2026", f"{FA} get_kv_cache_shape", "A", HALVES,
+        "l | kv b n h c", "vLLM", "v1, until June 2026", f"{FA} get_kv_cache_shape", "A", HALVED,
         ("NL_X_TWO_NB_BS_NH_HS",),
     ),
     "vllm-flash-attention-hnd": Named(
         "l | kv b h n c", "vLLM", "v1, until June 2026, VLLM_KV_CACHE_LAYOUT=HND",
-        f"{FA} get_kv_cache_stride_order", "S", f"{HALVES}; code sees (kv, b, n, h, c), a strided view",
+        f"{FA} get_kv_cache_stride_order", "S", f"{HALVED}; code sees (kv, b, n, h, c), a strided view",
         ("NL_X_TWO_NB_NH_BS_HS",),
     ),
     "vllm-cross-layer-nhd": Named(
-        "| b l kv n h c", "vLLM", "v1, cross-layer blocks", FA, "A", HALVES, ("NB_NL_TWO_BS_NH_HS",)
+        "| b l kv n h c", "vLLM", "v1, cross-layer blocks", FA, "A", HALVED, ("NB_NL_TWO_BS_NH_HS",)
     ),
-    "vllm-cross-layer-hnd": Named("| b h l kv n c", "vLLM", "v1, cross-layer blocks", FA, "S", HALVES),
+    "vllm-cross-layer-hnd": Named("| b h l kv n c", "vLLM", "v1, cross-layer blocks", FA, "S", HALVED),
     "vllm-flashinfer-nhd": Named(
         "l | b kv n h c", "vLLM", "FlashInfer and Triton, until June 2026", "vllm@00a817a flashinfer.py", "A",
-        HALVES, ("NL_X_NB_TWO_BS_NH_HS",),
+        HALVED, ("NL_X_NB_TWO_BS_NH_HS",),
     ),
     "vllm-flashinfer-hnd": Named(
-        "l | b kv h n c", "vLLM", "FlashInfer, until June 2026", "vllm@00a817a flashinfer.py", "A", HALVES,
+        "l | b kv h n c", "vLLM", "FlashInfer, until June 2026", "vllm@00a817a flashinfer.py", "A", HALVED,
         ("NL_X_NB_TWO_NH_BS_HS",),
     ),
     "vllm-lbnhc": Named(
-        "l | b n h (kv c)", "vLLM", "since 0.26, the default", UNIFIED, "A", SIDE,
+        "l | b n h (kv c)", "vLLM", "since 0.26, the default", UNIFIED, "A", BY_SIDE,
         ("LBNHC", "NL_X_NB_BS_NH_CS"),
     ),
     "vllm-lbhnc": Named(
-        "l | b h n (kv c)", "vLLM", "since 0.26", UNIFIED, "A", SIDE, ("LBHNC", "NL_X_NB_NH_BS_CS")
+        "l | b h n (kv c)", "vLLM", "since 0.26", UNIFIED, "A", BY_SIDE, ("LBHNC", "NL_X_NB_NH_BS_CS")
     ),
-    "vllm-lhbnc": Named("| l h b n (kv c)", "vLLM", "since 0.26", UNIFIED, "S", POOL, ("LHBNC",)),
-    "vllm-blhnc": Named("| b l h n (kv c)", "vLLM", "since 0.26", UNIFIED, "S", POOL, ("BLHNC",)),
-    "vllm-blnhc": Named("| b l n h (kv c)", "vLLM", "since 0.26", UNIFIED, "S", POOL, ("BLNHC",)),
-    "vllm-bhlnc": Named("| b h l n (kv c)", "vLLM", "since 0.26", UNIFIED, "S", POOL, ("BHLNC",)),
+    "vllm-lhbnc": Named("| l h b n (kv c)", "vLLM", "since 0.26", UNIFIED, "S", ONE_POOL, ("LHBNC",)),
+    "vllm-blhnc": Named("| b l h n (kv c)", "vLLM", "since 0.26", UNIFIED, "S", ONE_POOL, ("BLHNC",)),
+    "vllm-blnhc": Named("| b l n h (kv c)", "vLLM", "since 0.26", UNIFIED, "S", ONE_POOL, ("BLNHC",)),
+    "vllm-bhlnc": Named("| b h l n (kv c)", "vLLM", "since 0.26", UNIFIED, "S", ONE_POOL, ("BHLNC",)),
     "vllm-v0": Named(
         "l kv | b h c1 n c0[16B] ; b h c n", "vLLM", "v0, ROCm and Triton prefix prefill", "vllm#48257", "A",
         "keys with content in groups of 16 bytes, values with tokens innermost",
@@ -155,19 +155,19 @@ NAMED = MappingProxyType({
         "one latent row, which is the key; its first elements are the value", ("NL_X_NBBS_ONE_HS",),
     ),
     "sglang-hicache-layer-first": Named(
-        "| kv l b n h c", "SGLang", "HiCache host pool", f"{SGLANG} init_kv_buffer", "S", HALVES
+        "| kv l b n h c", "SGLang", "HiCache host pool", f"{SGLANG} init_kv_buffer", "S", HALVED
     ),
     "sglang-hicache-page-first": Named(
-        "| kv (b n) l h c", "SGLang", "HiCache host pool", f"{SGLANG} init_kv_buffer", "S", HALVES
+        "| kv (b n) l h c", "SGLang", "HiCache host pool", f"{SGLANG} init_kv_buffer", "S", HALVED
     ),
     "sglang-hicache-page-first-direct": Named(
-        "| kv b l n h c", "SGLang", "HiCache host pool", f"{SGLANG} init_kv_buffer", "A", HALVES
+        "| kv b l n h c", "SGLang", "HiCache host pool", f"{SGLANG} init_kv_buffer", "A", HALVED
     ),
     "sglang-hicache-page-head": Named(
-        "| kv b h n l c", "SGLang", "HiCache host pool", f"{SGLANG} init_kv_buffer", "A", HALVES
+        "| kv b h n l c", "SGLang", "HiCache host pool", f"{SGLANG} init_kv_buffer", "A", HALVED
     ),
-    "flashinfer-nhd": Named("| b kv n h c", "FlashInfer", "5 axes", FLASHINFER, "A", HALVES),
-    "flashinfer-hnd": Named("| b kv h n c", "FlashInfer", "5 axes", FLASHINFER, "A", HALVES),
+    "flashinfer-nhd": Named("| b kv n h c", "FlashInfer", "5 axes", FLASHINFER, "A", HALVED),
+    "flashinfer-hnd": Named("| b kv h n c", "FlashInfer", "5 axes", FLASHINFER, "A", HALVED),
     "flashinfer-nhd-pair": Named("kv | b n h c", "FlashInfer", "a tuple", FLASHINFER, "A", LISTS),
     "flashinfer-hnd-pair": Named("kv | b h n c", "FlashInfer", "a tuple", FLASHINFER, "A", LISTS),
     "flashinfer-mla": Named(
@@ -185,11 +185,11 @@ NAMED = MappingProxyType({
     ),
     "tensorrt-llm-linear": Named(
         "| b kv h n c", "TensorRT-LLM", "linear",
-        "tensorrt-llm@0ccf903:cpp/tensorrt_llm/kernels/kvCacheUtils.h KVLinearBuffer", "S", HALVES,
+        "tensorrt-llm@0ccf903:cpp/tensorrt_llm/kernels/kvCacheUtils.h KVLinearBuffer", "S", HALVED,
     ),
     "tensorrt-edge-llm": Named(
         "l | kv b n h c", "TensorRT-Edge-LLM", "0.11", "documentation of 0.11.0", "T",
-        f"{HALVES}; pages of 128 tokens",
+        f"{HALVED}; pages of 128 tokens",
     ),
     "lmdeploy-pytorch": Named(
         "kv | l b n h c", "LMDeploy", "PyTorch engine",
@@ -282,10 +282,10 @@ NAMED = MappingProxyType({
         "each array is keys or values alone, as if it were a layer", ("NL_X_NB_BS_NH_HS",),
     ),
     "lmcache-chunk": Named(
-        "| kv l n (h c)", "LMCache", "0.5.6, chunks", "lmcache 0.5.6", "A", HALVES, ("KV_2LTD",)
+        "| kv l n (h c)", "LMCache", "0.5.6, chunks", "lmcache 0.5.6", "A", HALVED, ("KV_2LTD",)
     ),
     "rbln": Named(
-        "l | kv b h 1 n c", "RBLN", "vLLM plugin", LMCACHE[2], "S", HALVES, ("NL_X_TWO_NB_NH_ONE_BS_HS",)
+        "l | kv b h 1 n c", "RBLN", "vLLM plugin", LMCACHE[2], "S", HALVED, ("NL_X_TWO_NB_NH_ONE_BS_HS",)
     ),
 })  # fmt: skip
 ALIASES = {alias: name for name, named in NAMED.items() for alias in named.aliases}

@@ -9,14 +9,14 @@ from kvkit.layouts.named import family
 
 STATIC = family("pmx-static")
 DYNAMIC = family("pmx-dynamic")
-SIZES = {"b": "MaxB", "l": "L", "kv": "2", "n": "MaxS", "h": "H", "c": "Dh"}
+PMX_SIZES = {"b": "MaxB", "l": "L", "kv": "2", "n": "MaxS", "h": "H", "c": "Dh"}
 
 Documented = TypeVar("Documented", bound=Callable[..., Any])
 
 
 def shape_text(layout: Layout) -> str:
     """Return the shape of a cache in PMX's names of sizes: (MaxT, L, 2, H, Dh)."""
-    names = dict(SIZES) if "b" in layout.axes else SIZES | {"n": "MaxT"}
+    names = dict(PMX_SIZES) if "b" in layout.axes else PMX_SIZES | {"n": "MaxT"}
     return f"({', '.join(names[axis] for axis in layout.axes)})"
 
 

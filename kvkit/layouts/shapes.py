@@ -20,7 +20,7 @@ from kvkit.layouts.grammar import Axis, Layout
 from kvkit.typed import Array
 
 FIXED = {"kv": 2, "1": 1}  # axes whose length is known
-SIZES = ("l", "b", "n", "h", "c", "v", "s")  # v: content of values, if it is not that of keys
+SIZED_AXES = ("l", "b", "n", "h", "c", "v", "s")  # v: content of values, if it is not that of keys
 Groups = tuple[tuple[Axis, ...], ...]
 
 
@@ -35,8 +35,8 @@ def check_sizes(name: str, sizes: Mapping[str, Any] | None) -> dict[str, int]:
     """Return {axis: size}; raise unless axes are known and sizes are positive."""
     found = {}
     for axis, size in (sizes or {}).items():
-        if axis not in SIZES:
-            raise argument_error(name, f"sizes of {', '.join(SIZES)}", repr(axis))
+        if axis not in SIZED_AXES:
+            raise argument_error(name, f"sizes of {', '.join(SIZED_AXES)}", repr(axis))
         if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
             raise argument_error(f"{name}[{axis!r}]", "a positive integer", describe(size))
         found[axis] = int(size)

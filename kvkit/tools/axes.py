@@ -10,7 +10,7 @@ import numpy as np
 from kvkit.errors import argument_error, describe
 from kvkit.tools.state_names import CONV, RECURRENT, kind_of_state
 
-WORDS = {
+AXIS_WORDS = {
     "l": "layer", "kv": "side", "s": "sequence", "b": "page", "n": "position", "t": "token", "h": "head",
     "g": "column group", "c": "element",
 }  # fmt: skip
@@ -47,7 +47,7 @@ def axes_by_count(axes: str | None, counts: Collection[int]) -> dict[int, str]:
     if not axes:
         return {}
     letters = axes.split()
-    if not set(letters) <= {*WORDS, *DIMENSIONS.values()} or len(set(letters)) != len(letters):
+    if not set(letters) <= {*AXIS_WORDS, *DIMENSIONS.values()} or len(set(letters)) != len(letters):
         raise argument_error("axes", "each of l b n h c at most once", describe(axes))
     if counts and len(letters) not in counts:
         wanted = " or ".join(map(str, sorted(set(counts)))) + " letters, as an array has axes"

@@ -12,9 +12,9 @@ from kvkit.layouts import Layout
 from kvkit.layouts.grammar import Axis
 
 SMALL = {"l": 2, "b": 2, "n": 3, "h": 2, "c": 4, "s": 1}  # the sizes of axes in a drawing
-MOST = 2**15  # the most elements in a drawing
-SIDES = "KV"
-Group = tuple[Axis, ...]
+MOST_BOXES = 2**15  # the most elements in a drawing
+SIDE_LETTERS = "KV"
+AxisGroup = tuple[Axis, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def inner(axis: Axis) -> int:
     return axis.inner // 2 if axis.in_bytes else axis.inner
 
 
-def entries(axes: Group, sizes: Mapping[str, int], parts: Mapping[str, int]) -> Iterator[dict[str, int]]:
+def entries(axes: AxisGroup, sizes: Mapping[str, int], parts: Mapping[str, int]) -> Iterator[dict[str, int]]:
     """Yield {axis: index} for each index along an array's axis that joins `axes`."""
     lengths = [length(axis, sizes, parts) for axis in axes]
     for index in product(*map(range, lengths)):
@@ -78,7 +78,7 @@ def length(axis: Axis, sizes: Mapping[str, int], parts: Mapping[str, int]) -> in
     return sizes[axis.name]
 
 
-def array_axes(layout: Layout, side: int) -> list[tuple[str, Group]]:
+def array_axes(layout: Layout, side: int) -> list[tuple[str, AxisGroup]]:
     """Return (text, joined axes) for each axis of the array of keys (side 0) or values (side 1)."""
     groups, names = (layout.value_groups, layout.value_axes) if side else (layout.groups, layout.axes)
     return list(zip(names, groups, strict=True))
@@ -112,7 +112,7 @@ def parts_of(layout: Layout, side: int) -> dict[str, int]:
     return {axis.name: inner(axis) for _, group in array_axes(layout, side) for axis in group if axis.inner}
 
 
-def segments(name: str, group: Group) -> list[Group]:
+def segments(name: str, group: AxisGroup) -> list[AxisGroup]:
     """Split one axis of an array into axes that follow each other: ``(n c + n s)`` has two."""
     found, rest = [], list(group)
     for words in name.strip("()").split("+"):
@@ -126,8 +126,8 @@ def boxes(layout: Layout, side: int, sizes: Mapping[str, int]) -> list[Box]:
     """Return the boxes of the array of keys (side 0) or values (side 1), which may share it."""
     axes, parts = array_axes(layout, side), parts_of(layout, side)
     total = math.prod(size for _, size, _ in strides(layout, side, sizes))
-    if total > MOST:
-        raise argument_error("sizes", f"arrays of at most {MOST} elements, to draw them", str(total))
+    if total > MOST_BOXES:
+        raise argument_error("sizes", f"arrays of at most {MOST_BOXES} elements, to draw them", str(total))
     along = [  # for each axis of the array: {axis of the layout: index} of each of its indices
         [entry for segment in segments(name, group) for entry in entries(segment, sizes, parts)]
         for name, group in axes
@@ -140,7 +140,7 @@ def boxes(layout: Layout, side: int, sizes: Mapping[str, int]) -> list[Box]:
             at.update({axis: at.get(axis, 0) + i for axis, i in entry.items()})
         if layout.axes != layout.value_axes and at.get("kv", side) != side:
             continue  # keys and values share the array in different orders: this element is the other side's
-        kind = SIDES[at.get("kv", side)] if "kv" in layout.names else SIDES
+        kind = SIDE_LETTERS[at.get("kv", side)] if "kv" in layout.names else SIDE_LETTERS
         kind = "s" if "s" in at else kind
         axis = next(name for name in (last, "c", "s") if name in at)
         value = at.pop(axis)

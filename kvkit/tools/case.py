@@ -20,7 +20,7 @@ from kvkit.layouts import Layout, parse, tables
 from kvkit.layouts.views import KV
 from kvkit.tools.contents import Source
 from kvkit.tools.inspection import fitting_layouts
-from kvkit.tools.names import NAMES, PAGED_NAMES, rename_tables, some_names
+from kvkit.tools.names import NAMINGS, PAGED_NAMES, rename_tables, some_names
 from kvkit.tools.source import CacheSource
 from kvkit.tools.state_names import STATES
 
@@ -29,7 +29,7 @@ KNOWN = (
     *TABLES,
     "context_lens", "kv_indptr", "kv_last_page_len", "kvstarts", "num_blocks", "page_size", "placeholder",
     "slot_mapping", "slot_sequences", "slot_positions", "reserved_block", "index_type",
-    "cache", "layers", *chain(*NAMES), *BESIDE, "key_scale", "value_scale", "format", "layout",
+    "cache", "layers", *chain(*NAMINGS), *BESIDE, "key_scale", "value_scale", "format", "layout",
     "query", "lse", "softmax_scale", "state_indices", "free_slots", *STATES,
     "state_layout", "k", "v", "g", "beta",
 )  # fmt: skip

@@ -18,7 +18,7 @@ from kvkit.errors import KvkitError, argument_error, brief, printable
 from kvkit.interop import as_numpy
 from kvkit.layouts import Layout, tables
 from kvkit.tools import counting
-from kvkit.tools.axes import ROLES, WORDS, axes_by_count, is_index, letters_of
+from kvkit.tools.axes import AXIS_WORDS, ROLES, axes_by_count, is_index, letters_of
 from kvkit.tools.case import stack_view
 from kvkit.tools.causes import Cause, Trial, index_causes, try_causes, usable_inputs
 from kvkit.tools.counting import RowCounts, Tolerances
@@ -29,12 +29,12 @@ from kvkit.tools.state_names import kind_of_state
 from kvkit.tools.tasks import Lazy, Mapper
 from kvkit.typed import FilePath
 
-Arrays = dict[str, np.ndarray]
-# The axes along which differing elements are counted: keys of `axes.WORDS`, and a word of index tensors.
+ByName = dict[str, np.ndarray]
+# The axes along which differing elements are counted: keys of `axes.AXIS_WORDS`, and a word of index tensors.
 BY_AXIS = "l", "s", "b", "h", "g", "sequence"
 COMPLEX = {"c", "W"}  # `dtype.kind` of complex numbers: numpy's, ml_dtypes'
 VIEW_AXES = {1: "l", 2: "l h", 5: "l b n h c"}  # {number of axes: axes} of keys, values and their scales
-BLOCK = 2**25  # the most bytes compared at a time, unless one row has more
+COMPARED = 2**25  # the most bytes compared at a time, unless one row has more
 MOST_TRIED = 2**22  # the most bytes of an array on which causes are tried
 LISTED = 8  # heads, layers or pages in a printed list: those with most differences
 
@@ -252,7 +252,7 @@ def diff(
 def compared_arrays(
     sides: Sequence[tuple[Any, str | Layout | None, str]], sizes: Mapping[str, int] | None, like: Any,
     axes: str | None,
-) -> tuple[Arrays, Arrays, Arrays, dict[int, str], list[str], list[CacheSource]]:  # fmt: skip
+) -> tuple[ByName, ByName, ByName, dict[int, str], list[str], list[CacheSource]]:  # fmt: skip
     """Return ({name: array} of side a, of b, inputs by name, {number of axes: axes}, notes, sources)."""
     sources = []
     for side, layout, name in sides:
@@ -286,7 +286,7 @@ def compared_arrays(
     return one, two, inputs, VIEW_AXES, notes, sources
 
 
-def keys_and_values(source: CacheSource) -> Arrays:
+def keys_and_values(source: CacheSource) -> ByName:
     """Return {name: array} of keys, values and their scales, [layers, blocks, rows, heads, content]."""
     if source.cache is None and not source.separate:
         expected = "an array cache, key_cache or value_cache of this layout"
@@ -300,7 +300,7 @@ def keys_and_values(source: CacheSource) -> Arrays:
     return found | {f"{SLIDING}_{name}": array for name, array in second.items()}
 
 
-def differing_tables(a: CacheSource, b: CacheSource) -> tuple[list[Arrays], list[str]]:
+def differing_tables(a: CacheSource, b: CacheSource) -> tuple[list[ByName], list[str]]:
     """Return ([{name: array} of page tables and lengths of each side], notes); no arrays of equal tables.
 
     Ids are compared up to the shorter length of a sequence: of pages, or of rows if pages have other sizes.
@@ -343,7 +343,7 @@ def same_layer(one: LayerReader, two: LayerReader) -> bool:
     for x, y in (one.key, two.key), (one.value, two.value):
         if (x.tokens, x.heads, x.dim) != (y.tokens, y.heads, y.dim):
             return False
-        step = max(1, BLOCK // max(1, 4 * x.heads * x.dim))
+        step = max(1, COMPARED // max(1, 4 * x.heads * x.dim))
         parts = [slice(begin, begin + step) for begin in range(0, x.tokens, step)]
         if not all(same_bytes(np.asarray(x.read(part)), np.asarray(y.read(part))) for part in parts):
             return False
@@ -390,8 +390,8 @@ def count_rows(
     one, two = (array if array.ndim > 1 else array.reshape(1, -1) for array in (expected, got))
     *outer, content = one.shape
     sizes = [math.prod(one.shape[i:]) * one.itemsize for i in range(1, one.ndim)]  # of an index, by axis
-    axis = next((i for i, size in enumerate(sizes) if size <= BLOCK), len(outer) - 1)  # the axis to cut
-    step = max(1, BLOCK // max(1, sizes[axis]))
+    axis = next((i for i, size in enumerate(sizes) if size <= COMPARED), len(outer) - 1)  # the axis to cut
+    step = max(1, COMPARED // max(1, sizes[axis]))
     begins = range(0, outer[axis] if one.size else 0, step)
     result, row = RowCounts.zeros(math.prod(outer)), 0
     for *index, begin in product(*map(range, outer[:axis]), begins):
@@ -423,7 +423,7 @@ def describe_difference(
     tolerances: Tolerances,
 ) -> ArrayDifference:  # fmt: skip
     """Describe where two arrays differ, from the counts of `count_rows`."""
-    names, outer = tuple(WORDS.get(letter, letter) for letter in letters), expected.shape[:-1]
+    names, outer = tuple(AXIS_WORDS.get(letter, letter) for letter in letters), expected.shape[:-1]
     row = np.unravel_index(int((found.differing > 0).argmax()), outer)  # the first row that differs
     x, y = (array[row].reshape(1, -1) if array.ndim else array.reshape(1, 1) for array in (expected, got))
     differs = [counting.count(x[:, i : i + 1], y[:, i : i + 1], *tolerances).differing[0] > 0
@@ -459,7 +459,7 @@ def plain_number(value: Any) -> int | float | bool:
 
 
 def causes_of(
-    found: ArrayDifference, letters: tuple[str, ...], one: Arrays, got: np.ndarray, inputs: Arrays,
+    found: ArrayDifference, letters: tuple[str, ...], one: ByName, got: np.ndarray, inputs: ByName,
     notes: list[str], tolerances: Tolerances,
 ) -> list[Cause]:  # fmt: skip
     """Return the causes of a difference, tried on `MOST_TRIED` bytes around the first difference."""
@@ -509,7 +509,7 @@ def draw_maps(path: FilePath, maps: Mapping[str, Any]) -> None:
         rows = counts.shape[outer[1]] if len(outer) == 2 else 1  # rows of the table for each label
         ticks = range(0, len(table), rows * math.ceil(len(table) / rows / 12)) if outer else ()
         axes.set_yticks(ticks, [str(row // rows) for row in ticks])
-        axes.set(title=name, xlabel="token", ylabel=WORDS[letters[outer[0]]] if outer else "")
+        axes.set(title=name, xlabel="token", ylabel=AXIS_WORDS[letters[outer[0]]] if outer else "")
         image = axes.imshow(table, aspect="auto", interpolation="nearest", cmap="viridis")
         figure.colorbar(image, ax=axes, label="differing elements")
     figure.savefig(path, dpi=120)

@@ -15,7 +15,7 @@ from kvkit.runtime.jit import INDEX, address, callback, helper
 BUCKETS = ["0", "1", *(f"{2 ** (i - 1)}-{2**i - 1}" for i in range(2, 34))]
 Tolerances = tuple[float, float, int]  # atol, rtol, ulp
 BITS_BY_FORMAT = {fmt.name: fmt.bits for fmt in BY_DTYPE.values()}
-WORDS = {8: types.uint8, 16: types.uint16, 32: types.uint32}
+WORD_TYPES = {8: types.uint8, 16: types.uint16, 32: types.uint32}
 
 
 class RowCounts(NamedTuple):
@@ -113,7 +113,7 @@ def compiled(form: str) -> Any:
                 histogram[bucket] += 1
             counts[i], errors[i] = differing, largest
 
-    words, floats = types.CPointer(WORDS[bits]), types.CPointer(types.float32)
+    words, floats = types.CPointer(WORD_TYPES[bits]), types.CPointer(types.float32)
     arrays = words, words, types.int64, types.int64, floats, types.int64
     tolerances, results = (types.float64, types.float64, types.int64), (INDEX, floats, INDEX)
     signature = types.void(*arrays, *tolerances, *results)

@@ -14,19 +14,19 @@ from kvkit.layouts.tables import BlockTable, to_tokens
 from kvkit.tools import svg
 from kvkit.tools.boxes import boxes, drawn_sizes, outer_axes, strides
 
-Kind = Literal["text", "svg"]
+DrawingKind = Literal["text", "svg"]
 ACROSS = 6  # boxes in a line of a drawing
 ROWS_ACROSS = 32  # rows in a line if pages are single rows
-NAMES = 12  # the most sequences in a legend
+MOST_NAMES = 12  # the most sequences in a legend
 MOST_LINES = 24  # of a drawing of one array
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 FREE, STALE, SHARED, PUBLISHED = ".", "~", "#", "="
 CLASSES = {"K": "key", "V": "value", "KV": "both", "s": "scale"}
-STATES = {FREE: "free", STALE: "stale", SHARED: "shared", PUBLISHED: "published"}
+ROW_STATES = {FREE: "free", STALE: "stale", SHARED: "shared", PUBLISHED: "published"}
 MOST_ROWS = 1_000_000  # of a cache that is drawn
 
 
-def layout(name: str | Layout, *, sizes: Mapping[str, int] | None = None, kind: Kind = "text") -> str:
+def layout(name: str | Layout, *, sizes: Mapping[str, int] | None = None, kind: DrawingKind = "text") -> str:
     """Draw the memory of a layout, box by box, with the stride of every axis.
 
     Parameters
@@ -124,7 +124,7 @@ def cells(
     page_size: int | None = None,
     filled: ArrayLike | None = None,
     published: ArrayLike | None = None,
-    kind: Kind = "text",
+    kind: DrawingKind = "text",
 ) -> str:
     """Draw the rows of a cache, each with the letter and colour of the sequence that uses it.
 
@@ -198,14 +198,14 @@ def cell_of(owners: list[int], unowned: str) -> svg.Cell:
         return svg.Cell(LETTERS[owners[0] % len(LETTERS)], f"s{owners[0]}", 2, f"sequence {owners[0]}")
     mark = SHARED if owners else unowned
     by = f" by sequences {', '.join(map(str, owners))}" if owners else ""
-    return svg.Cell(mark, STATES[mark], 2, STATES[mark] + by)
+    return svg.Cell(mark, ROW_STATES[mark], 2, ROW_STATES[mark] + by)
 
 
 def legend(lengths: list[int], marks: list[str]) -> str:
     """Return a line with the meaning of letters and signs, and the rows of each."""
-    shown = [f"{LETTERS[who % len(LETTERS)]} {count} rows" for who, count in enumerate(lengths[:NAMES])]
-    more = [f"{len(lengths) - NAMES} more sequences"] if len(lengths) > NAMES else []
-    others = [f"{mark} {STATES[mark]} {marks.count(mark)}" for mark in STATES if mark in marks]
+    shown = [f"{LETTERS[who % len(LETTERS)]} {count} rows" for who, count in enumerate(lengths[:MOST_NAMES])]
+    more = [f"{len(lengths) - MOST_NAMES} more sequences"] if len(lengths) > MOST_NAMES else []
+    others = [f"{mark} {ROW_STATES[mark]} {marks.count(mark)}" for mark in ROW_STATES if mark in marks]
     return "; ".join(filter(None, [", ".join(shown + more), ", ".join(others)]))
 
 
@@ -215,7 +215,7 @@ def check_kind(kind: str) -> None:
         raise argument_error("kind", "'text' or 'svg'", repr(kind))
 
 
-def render(title: str, lines: list[tuple[str, list[svg.Cell]]], kind: Kind) -> str:
+def render(title: str, lines: list[tuple[str, list[svg.Cell]]], kind: DrawingKind) -> str:
     """Return lines of boxes as text, or as a picture."""
     if kind == "svg":
         return svg.picture(title, lines)

@@ -10,7 +10,7 @@ from kvkit.errors import printable
 
 Severity = Literal["error", "warning"]
 Seen = tuple[Any, Callable[[Any], tuple[str, str]]] | list[tuple[str, str]] | None  # see `Rule`
-SHOWN = 5  # the most findings of a rule that are described; all are counted
+FINDINGS_SHOWN = 5  # the most findings of a rule that are described; all are counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +178,6 @@ def examine(
         hits, words = seen if isinstance(seen, tuple) else (seen, lambda hit: hit)
         if len(hits):
             result.counts[each.name] = len(hits)
-            for where, message in map(words, hits[:SHOWN]):
+            for where, message in map(words, hits[:FINDINGS_SHOWN]):
                 result.found.append(Finding(each.name, each.severity, where, message, each.hint))
     return result

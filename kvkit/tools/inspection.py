@@ -20,10 +20,10 @@ from kvkit.tools.source import CacheSource, ds_v4_as_rows
 from kvkit.tools.state_names import StateArrays, find_states, kind_of_state
 from kvkit.tools.text import columns, size
 
-SHOWN = 40  # the most arrays or layers in a text; to_dict() has all
+ARRAYS_SHOWN = 40  # the most arrays or layers in a text; to_dict() has all
 SHOWN_ELSEWHERE = "description", "dtypes", "cache", "notes", "sliding"  # metadata that is printed apart
 READ_BESIDE = "query", "softmax_scale", "lse", "token_ids"  # arrays that tools read beside a cache
-PIECE = 2**22  # elements counted at a time
+COUNTED_ELEMENTS = 2**22  # elements counted at a time
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Inspection:
         rows = [(entry.name, entry.dtype, str(entry.shape), size(entry.bytes)) for entry in self.arrays]
         count = f"{len(rows)} array{'s' * (len(rows) != 1)}"
         head = [f"{self.kind}: {count}, {size(total)}"]
-        head.append(columns(("array", "dtype", "shape", "size"), rows, SHOWN))
+        head.append(columns(("array", "dtype", "shape", "size"), rows, ARRAYS_SHOWN))
         return "\n\n".join(filter(None, [*head, *parts]))
 
     def facts(self) -> list[str]:
@@ -165,7 +165,7 @@ class Inspection:
             parts.append(str(self.use))
         if self.numbers:
             heads = "of", "min", "max", "NaN", "inf", "rows of zeros"
-            parts.append(columns(heads, [each.cells() for each in self.numbers], SHOWN))
+            parts.append(columns(heads, [each.cells() for each in self.numbers], ARRAYS_SHOWN))
         return parts
 
 
@@ -332,7 +332,7 @@ def numbers_of(
     least, most, nan, infinite, zeros, rows = np.inf, -np.inf, 0, 0, 0, 0
     for array in arrays:
         flat = array if array.ndim > 1 else array.reshape(1, -1)
-        step = max(PIECE // max(flat[:1].size, 1), 1)
+        step = max(COUNTED_ELEMENTS // max(flat[:1].size, 1), 1)
         for begin in range(0, len(flat), step):
             with np.errstate(invalid="ignore"):  # NaN may be signalling
                 piece = flat[begin : begin + step]

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvkit.errors import KvkitError, argument_error
 from kvkit.files import Description
-from kvkit.files.llama import HEADS
+from kvkit.files.llama import NO_HEADS
 from kvkit.files.model_config import read_entries
 from kvkit.formats import FLOATS
 from kvkit.models.configuration import read_layers, read_ropes
@@ -60,7 +60,7 @@ def with_model(source: Any, model: Any) -> Any:
             metadata[SLIDING] = own.to_dict()
         else:
             description = own
-    notes = tuple(note for note in contents.notes if note != HEADS)
+    notes = tuple(note for note in contents.notes if note != NO_HEADS)
     return replace(contents, arrays=arrays, metadata=metadata, description=description, notes=notes)
 
 

@@ -16,11 +16,11 @@ from kvkit.files import Contents
 from kvkit.files.contents import BESIDE, CACHE, nested
 from kvkit.tools.saved_pages import order_cells
 
-NAMES = (  # names of separate keys and values: the first pair are pools of pages, the others packed tokens
+NAMINGS = (  # names of separate keys and values: the first pair are pools of pages, the others packed tokens
     ("key_cache", "value_cache"), ("key", "value"), ("keys", "values"), ("current_key", "current_value"),
     ("key_states", "value_states"),
 )  # fmt: skip
-PAGED_NAMES = NAMES[0]
+PAGED_NAMES = NAMINGS[0]
 SIDES = "key", "value"
 LAYER = "{l}"  # the number of a layer in a pattern
 HEADS_FIRST = (  # patterns of keys and of values whose arrays are [sequences, heads, tokens, content]
@@ -46,7 +46,7 @@ BESIDE_TABLE = {  # {array of a page table: other arrays that it needs}
     "block_tables": ("context_lens",), "kv_indices": ("kv_indptr", "kv_last_page_len"),
     "cachestarts": ("kvstarts",), "context_lens": ("block_tables",),
 }  # fmt: skip
-WORDS = "cache", "key", "value", "keys", "values", "kv"  # errors list names with these words first
+LIKELY_WORDS = "cache", "key", "value", "keys", "values", "kv"  # errors list names with these words first
 
 
 class CacheArrays:
@@ -59,7 +59,7 @@ class CacheArrays:
         one array          cache                                       that array
                            cache.0, cache.1 or cache.0.0, ...          nested lists of arrays
         keys and values    key_cache, value_cache, or another pair     [keys, values]
-                           of `NAMES`
+                           of `NAMINGS`
         keys and values    past_key_values.0.key, ... (`HEADS_FIRST`,  [[keys of layer 0, ...],
         of each layer      `TOKENS_FIRST`)                              [values of layer 0, ...]]
 
@@ -113,10 +113,10 @@ class CacheArrays:
 
     @cached_property
     def side_names(self) -> tuple[str, str] | None:
-        """Return the names of keys and of values: a pair of `NAMES`, or patterns; None with a ``cache``."""
+        """Return the names of keys and of values: a pair of `NAMINGS`, or patterns; None with a ``cache``."""
         if self.contents.cache is not None:
             return None
-        exist = {pair: [nested(self.arrays, name) is not None for name in pair] for pair in NAMES}
+        exist = {pair: [nested(self.arrays, name) is not None for name in pair] for pair in NAMINGS}
         for enough in (all, any):  # a pair with both arrays, or else one with a single array
             for pair, found in exist.items():
                 if enough(found):
@@ -125,8 +125,8 @@ class CacheArrays:
 
     @cached_property
     def layer_names(self) -> LayerNames | None:
-        """Return the arrays whose names have layer numbers; None with arrays of `NAMES` or a ``cache``."""
-        known = any(nested(self.arrays, name) is not None for pair in NAMES for name in pair)
+        """Return the arrays whose names have layer numbers; None with arrays of `NAMINGS` or a ``cache``."""
+        known = any(nested(self.arrays, name) is not None for pair in NAMINGS for name in pair)
         return None if known or self.contents.cache is not None else find_layers(self.arrays)
 
     @property
@@ -254,7 +254,7 @@ def common_pattern(names: Iterable[str]) -> str | None:
 
 def some_names(names: Collection[str], count: int = 5) -> str:
     """Return a text with the names that most resemble a cache's, and the number of the others."""
-    likely = dict.fromkeys(name for word in WORDS for name in nearest(word, names, count))
+    likely = dict.fromkeys(name for word in LIKELY_WORDS for name in nearest(word, names, count))
     shown = [*likely, *(name for name in names if name not in likely)][:count]
     more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
     return ", ".join(map(brief, shown)) + more if shown else "none"

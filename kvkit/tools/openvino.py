@@ -17,8 +17,8 @@ from kvkit.files.contents import CACHE, nested
 from kvkit.layouts.views import KV
 from kvkit.typed import Array
 
-FLOATS = "openvino"  # the layout of pools of floats, and of codes without scales
-FORMATS = {"openvino-u8": ("openvino_u8", 8), "openvino-u4": ("openvino_u4", 4)}  # {layout: (format, bits)}
+PLAIN = "openvino"  # the layout of pools of floats, and of codes without scales
+CODED = {"openvino-u8": ("openvino_u8", 8), "openvino-u4": ("openvino_u4", 4)}  # {layout: (format, bits)}
 POOLS = "key_cache", "value_cache"
 NUMBERS = "scale", "zero"
 SIZE = 4  # bytes of a scale
@@ -26,7 +26,7 @@ SIZE = 4  # bytes of a scale
 
 def split_blocks(contents: Contents, layout: str) -> tuple[Contents, dict[str, KV]]:
     """Return (contents with pools of codes, separate scales and zeros; views of scales and zeros)."""
-    format, bits = FORMATS[layout]
+    format, bits = CODED[layout]
     names = POOLS if CACHE not in contents.arrays and contents.cache is None else (f"{CACHE}.0", f"{CACHE}.1")
     pools = [nested(contents.arrays, name) for name in names]
     if any(pool is None for pool in pools):
@@ -45,7 +45,7 @@ def split_blocks(contents: Contents, layout: str) -> tuple[Contents, dict[str, K
     for name, side in zip(POOLS, (keys, values), strict=True):
         arrays[name] = [layer[2] for layer in side]
         arrays |= {f"{name}_{part}": [layer[i] for layer in side] for i, part in enumerate(NUMBERS)}
-    described = replace(contents.description, layout=FLOATS, format=contents.description.format or format)
+    described = replace(contents.description, layout=PLAIN, format=contents.description.format or format)
     return replace(contents, arrays=files.flat(arrays), description=described), views
 
 

@@ -24,7 +24,7 @@ from kvkit.tools.source import LINE, TABLE_PREFIXES, CacheSource, leaves, parse_
 NOTES_OF_PARTS: tuple[str, ...] = (
     "keys are as they were: right if each part was read behind those before it (else: Cache.append)",
 )
-QUERY = "query"  # [layers, sequences, last tokens, heads, dim]
+QUERY_ARRAY = "query"  # [layers, sequences, last tokens, heads, dim]
 
 
 def join(
@@ -104,13 +104,13 @@ def join(
         for layer in range(layers)
     ]  # fmt: skip
     arrays = rest[0] | ranks[0].numbers_to_write | files.flat({CACHE: cache})
-    queries = [each for others in rest if (each := others.get(QUERY)) is not None and each.ndim == 5]
+    queries = [each for others in rest if (each := others.get(QUERY_ARRAY)) is not None and each.ndim == 5]
     if axis == "n":  # the queries of the last tokens
-        arrays = {name: array for name, array in arrays.items() if name != QUERY}
-        arrays |= {QUERY: rest[-1][QUERY]} if QUERY in rest[-1] else {}
+        arrays = {name: array for name, array in arrays.items() if name != QUERY_ARRAY}
+        arrays |= {QUERY_ARRAY: rest[-1][QUERY_ARRAY]} if QUERY_ARRAY in rest[-1] else {}
     elif len(queries) == len(ranks):  # all have query heads of their own
         joined = join_parts(names, [each.reshape(-1, *each.shape[2:]) for each in queries])
-        arrays[QUERY] = joined.reshape(*queries[0].shape[:3], -1, queries[0].shape[4])
+        arrays[QUERY_ARRAY] = joined.reshape(*queries[0].shape[:3], -1, queries[0].shape[4])
     first = ranks[0].contents
     described = replace(first.description, layout=LINE, sizes={})
     guess = ranks[0].guess if ranks[0].layout is not None else ()
@@ -165,8 +165,8 @@ def cut(
     for rank in range(count):
         cache = [[heads_of_rank(side, rank, count, 2) for side in layer] for layer in zip(*kv, strict=True)]
         arrays = others | files.flat({CACHE: cache})
-        if (query := arrays.get(QUERY)) is not None and query.ndim == 5 and not query.shape[3] % count:
-            arrays[QUERY] = heads_of_rank(query, rank, count, 3)
+        if (query := arrays.get(QUERY_ARRAY)) is not None and query.ndim == 5 and not query.shape[3] % count:
+            arrays[QUERY_ARRAY] = heads_of_rank(query, rank, count, 3)
         described = replace(first.description, layout=LINE, sizes={})
         found.append(replace(first, arrays=arrays, description=described))
     return found

@@ -252,7 +252,7 @@ def open_arrays(
         if leaves(arrays["codes"])[0].dtype not in code_dtypes:  # one side of a cache may be floats
             arrays, format = {"codes": arrays["codes"]}, None
         reader = open_side(which, arrays, rows, format)
-        rotated = format is not None or source.contents.kind not in llama.NAMES.values()  # llama.cpp: codes
+        rotated = format is not None or source.contents.kind not in llama.TITLES.values()  # llama.cpp: codes
         return undo_rotation(reader, undone, which == "values") if undone and rotated else reader
 
     def layer(i: int) -> LayerReader:

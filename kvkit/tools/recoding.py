@@ -22,8 +22,8 @@ from kvkit.tools.readers import LATENT_LISTS, LISTS, LayerReader, SideReader, op
 from kvkit.tools.rope_pairs import PairOrder
 from kvkit.tools.source import LATENT_LINE, LINE, SLIDING, CacheSource, in_file
 
-PIECE = 2048  # tokens encoded at a time
-Form = Any  # the new format: `Coded`, or an `Element` of floats
+ENCODED_TOKENS = 2048  # tokens encoded at a time
+NewForm = Any  # the new format: `Coded`, or an `Element` of floats
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def recode(
 ) -> Recoded:  # fmt: skip
     """Convert the caches of a file to a format; perhaps undo a rotation, and reorder elements of keys."""
     floats = format in map(str, FLOATS)
-    forms: list[Form] = [BY_NAME[format]] * 2 if floats else [Coded(x.name, x) for x in formats_named(format)]
+    forms: list[Any] = [BY_NAME[format]] * 2 if floats else [Coded(f.name, f) for f in formats_named(format)]
     if target is not None:
         check_target(target)
     folder = None if target is None else Path(target).parent
@@ -104,7 +104,7 @@ def lengths_of(layer: LayerReader) -> set[int]:
 
 
 def encode_layer(
-    i: int, layer: LayerReader, forms: Sequence[Form], folder: Path | None, latent: bool
+    i: int, layer: LayerReader, forms: Sequence[NewForm], folder: Path | None, latent: bool
 ) -> dict[str, np.ndarray]:
     """Encode a layer to {name: array} in the layout LINE or LISTS; arrays are mapped from files of `folder`.
 
@@ -145,9 +145,9 @@ def sizes_of_layers(layers: Sequence[LayerReader], floats: bool, latent: bool) -
     return sizes
 
 
-def encode_sequence(side: SideReader, start: int, count: int, form: Form) -> dict[str, list[np.ndarray]]:
+def encode_sequence(side: SideReader, start: int, count: int, form: NewForm) -> dict[str, list[np.ndarray]]:
     """Encode a sequence, some tokens at a time; return {part: pieces of its array}."""
-    step = max(PIECE // form.step, 1) * form.step if isinstance(form, Coded) else PIECE
+    step = max(ENCODED_TOKENS // form.step, 1) * form.step if isinstance(form, Coded) else ENCODED_TOKENS
     parts = [slice(i, min(i + step, start + count)) for i in range(start, start + count, step)]
     if not isinstance(form, Coded):
         return {"codes": [side.read(part).astype(form.dtype) for part in parts]}

@@ -12,7 +12,7 @@ from kvkit.files import Description
 from kvkit.tools.readers import SideReader
 
 HALVES, NEIGHBOURS = "halves", "interleaved"  # the two values of `Description.rope_pairs`
-NAMES = {"halves": HALVES, "neighbours": NEIGHBOURS, "interleaved": NEIGHBOURS}
+PAIR_NAMES = {"halves": HALVES, "neighbours": NEIGHBOURS, "interleaved": NEIGHBOURS}
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ def change_of_pairs(wanted: str | None, given: str | None, described: Descriptio
 
 def pairs_named(argument: str, name: Any) -> str:
     """Convert a user's name of pairs to the word of descriptions."""
-    if name not in NAMES:
+    if name not in PAIR_NAMES:
         raise argument_error(argument, "halves or neighbours", brief(name))
-    return NAMES[name]
+    return PAIR_NAMES[name]
 
 
 def word(pairs: str | None) -> str | None:

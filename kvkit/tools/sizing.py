@@ -23,7 +23,7 @@ from kvkit.tools.text import size as in_words
 LATENT_FORMATS = "ds_mla", "ds_v4"  # their index keys are fp8 codes with a float32 scale
 INDEX_SCALE_BYTES = 4
 STATE_BYTES = 4  # bytes of a number of a recurrent state, which is float32
-LONGEST = 2**40  # tokens; if a cache of this length fits, the context has no limit
+ENDLESS = 2**40  # tokens; if a cache of this length fits, the context has no limit
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class CacheSizes:
             heads, rows = heads[:-1], [row[:-1] for row in rows]
         parts = [f"{self.model}: {self.num_layers} layers", columns(heads, rows, 20)]
         if self.fit is not None:
-            longest = [(str(each.batch), each.format, str(each.tokens) if each.tokens < LONGEST else "any",
+            longest = [(str(each.batch), each.format, str(each.tokens) if each.tokens < ENDLESS else "any",
                         in_words(each.bytes)) for each in self.caches]  # fmt: skip
             parts.append(f"the longest contexts that fit into {in_words(self.fit)}:")
             parts.append(columns(("batch", "format", "tokens", "size"), longest, 40))
@@ -334,7 +334,7 @@ def count_bytes(
 
 def longest(sized: Callable[[int], SizedCache], most: int) -> SizedCache:
     """Find the longest cache of at most `most` bytes by bisection; 0 tokens if one token does not fit."""
-    low, high = 0, LONGEST + 1  # `low` tokens fit (or it is 0); `high` do not
+    low, high = 0, ENDLESS + 1  # `low` tokens fit (or it is 0); `high` do not
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if sized(middle).bytes <= most else (low, middle)

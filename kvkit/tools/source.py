@@ -48,7 +48,7 @@ from kvkit.tools.state_names import kind_of_state
 LINE, LATENT_LINE = "l kv | b n h c", "l | b n c"  # the layouts that `convert` writes with a new format
 DS_V4_LAYOUT = "flashmla-ds-v4"  # a block has codes of all tokens, then their scales
 SLIDING = "sliding"  # the name of a file's second cache (layers with a window), and prefix of its tables
-BLOCKS, PACKED = "block tables", "packed sequences"  # names of two conventions of page tables
+BLOCK_TABLES, PACKED = "block tables", "packed sequences"  # names of two conventions of page tables
 NAMES_OF_FACTS = "layout", "format", "layers", "sliding_layers"  # names of arrays that describe a cache
 TABLE_PREFIXES = (  # names of arrays that belong to page tables begin so
     "sequences.", "published.", "blocks", "block_tables", "context_lens", "page_size", "kv_", "slots",
@@ -93,10 +93,10 @@ class CacheSource(CacheArrays):
         self.tables_read: dict[int | None, tuple[str, BlockTable] | None] = {}  # by the size of a page
         self.scales_inside: dict[str, KV] = {}  # views of scales that lay in the same blocks as codes
         stated = layout or contents.description.layout
-        if stated in openvino.FORMATS:
+        if stated in openvino.CODED:
             contents, self.scales_inside = openvino.split_blocks(contents, str(stated))
-            layout = stated = openvino.FLOATS
-        if stated == openvino.FLOATS:
+            layout = stated = openvino.PLAIN
+        if stated == openvino.PLAIN:
             contents = openvino.with_tables(contents)
         super().__init__(replace(contents, arrays=dict(rename_tables(contents.arrays))))
         named = isinstance(source, (str, os.PathLike))
@@ -315,7 +315,7 @@ class CacheSource(CacheArrays):
                 alike = "of equal heads" if "equal heads in" in text else "of one length"
                 text += f" (layers=0,2: takes those {alike})"
             if lmcache.NO_SIZES in self.contents.notes:
-                text += f" ({lmcache.GROUPS})"
+                text += f" ({lmcache.GROUPED})"
             text += f" ({hint})" if hint else ""
             raise KvkitError(text) from error
 
@@ -475,7 +475,7 @@ class CacheSource(CacheArrays):
         """Return the block tables of the first convention of which all arrays exist."""
         arrays, names = self.arrays, self.arrays.keys()
         if {"block_tables", "context_lens"} <= names and (size := self.page_size(page_size)):
-            return BLOCKS, tables.from_blocks(arrays["block_tables"], arrays["context_lens"], size)
+            return BLOCK_TABLES, tables.from_blocks(arrays["block_tables"], arrays["context_lens"], size)
         if {"kv_indptr", "kv_indices", "kv_last_page_len"} <= names and (size := self.page_size(page_size)):
             parts = arrays["kv_indptr"], arrays["kv_indices"], arrays["kv_last_page_len"]
             return "compressed rows", tables.from_csr(*parts, size)
@@ -521,7 +521,7 @@ class CacheSource(CacheArrays):
 
 def notes_that_hold(notes: Iterable[str], unrotated: bool) -> list[str]:
     """Return a file's notes that still hold if its layout is known, and perhaps its rotation undone."""
-    settled = {llama.HEADS} | ({llama.ROTATED} if unrotated else set())
+    settled = {llama.NO_HEADS} | ({llama.ROTATED_NOTE} if unrotated else set())
     return [note for note in notes if note not in settled]
 
 
@@ -591,7 +591,7 @@ def check_pages_in_pool(convention: str, pages: BlockTable, rows: int) -> None:
     if len(outside):
         sequence, column = outside[0].tolist()
         here = f"block_tables[{sequence}, {column}]"
-        here = here if convention == BLOCKS else f"{convention}, page {column} of sequence {sequence}"
+        here = here if convention == BLOCK_TABLES else f"{convention}, page {column} of sequence {sequence}"
         wanted = f"a page of the pool, 0 to {rows // pages.page_size - 1} (see kvkit check)"
         page = int(pages.table[sequence, column]) // pages.page_size
         raise argument_error(here, wanted, page)

@@ -13,10 +13,10 @@ from kvkit.errors import printable
 # States of the rule or of Mamba, and those of convolutions.
 STATES = tuple(f"{kind}_state{plural}" for kind in ("recurrent", "ssm", "conv") for plural in ("", "s"))
 RECURRENT, CONV = "recurrent", "conv"
-NAMED = re.compile(rf"(?:.*[./_])?({'|'.join(STATES)})(?:[._][0-9]{{1,6}})*")
+STATE_NAME = re.compile(rf"(?:.*[./_])?({'|'.join(STATES)})(?:[._][0-9]{{1,6}})*")
 OF_LLAMA = re.compile(r"cache_([rs])_l[0-9]{1,6}")  # llama.cpp: r has the last inputs, s the states
 MATRICES = "last axes [dk, dv] (state_layout KV) or [dv, dk] (VK), as the engine has them"
-ROWS = {2: "a row has the states of all heads", 3: "states of sequences"}  # by the number of axes
+BY_AXES = {2: "a row has the states of all heads", 3: "states of sequences"}  # by the number of axes
 INPUTS = "last inputs of convolutions, before their activation"
 
 
@@ -33,7 +33,7 @@ class StateArrays:
     @property
     def meaning(self) -> str:
         """Return what the arrays hold."""
-        return INPUTS if self.kind == CONV else ROWS.get(len(self.shape), MATRICES)
+        return INPUTS if self.kind == CONV else BY_AXES.get(len(self.shape), MATRICES)
 
     def __str__(self) -> str:
         several = "states" if self.count == 1 else f"states, {self.count} arrays"
@@ -45,7 +45,7 @@ def kind_of_state(name: str) -> str | None:
     found = OF_LLAMA.fullmatch(name)
     if found:
         return CONV if found[1] == "r" else RECURRENT
-    found = NAMED.fullmatch(name)
+    found = STATE_NAME.fullmatch(name)
     return None if not found else CONV if found[1].startswith(CONV) else RECURRENT
 
 

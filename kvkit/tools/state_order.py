@@ -22,7 +22,7 @@ from kvkit.tools.state_names import CONV, RECURRENT, kind_of_state
 
 ORDERS = "KV", "VK", "KV:tiled", "VK:tiled"
 OF_LLAMA = re.compile(rf"{llama.RECURRENT}\.[0-9]+\.([01])")  # inputs of a layer's convolution, and its state
-HEADS = re.compile(r"([0-9]{1,4})/([0-9]{1,4})")
+HEAD_COUNTS = re.compile(r"([0-9]{1,4})/([0-9]{1,4})")
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def state_order(states: Any, from_states: Any, state_heads: Any) -> StateOrder |
             wanted = f"the order of states, {', '.join(ORDERS)}, as no shape tells it"
             raise argument_error(name, wanted, brief(order))
     if isinstance(state_heads, str):
-        found = HEADS.fullmatch(state_heads)
+        found = HEAD_COUNTS.fullmatch(state_heads)
         state_heads = None if found is None else (int(found[1]), int(found[2]))
         if found is None:
             raise argument_error("state_heads", "KEY/VALUE heads, as 16/32", brief(given["state_heads"]))

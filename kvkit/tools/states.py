@@ -13,7 +13,7 @@ from kvkit.files import Contents, Description, llama
 from kvkit.files.contents import CACHE, flat
 from kvkit.tools.source import SLIDING, CacheSource, axis_sizes_of, in_file, leaves
 
-LINE = "l kv | b n (h c)"
+STATE_LINE = "l kv | b n (h c)"
 
 
 def retain_tokens(contents: Contents, keep: Callable[[np.ndarray], np.ndarray]) -> Contents:
@@ -26,7 +26,7 @@ def retain_tokens(contents: Contents, keep: Callable[[np.ndarray], np.ndarray]) 
         raise argument_error("source", wanted, "recurrent ones, whose state has all tokens in it")
     joined = llama.join_streams(contents)
     arrays, line = dict(joined.arrays), joined.description.layout or ""
-    for name in llama.CACHES:
+    for name in llama.CACHE_NAMES:
         begin = f"{name}_cells."
         if f"{begin}positions" not in arrays:
             continue
@@ -57,13 +57,13 @@ def make_state(arrays: Mapping[str, Any], description: Description, metadata: Ma
     source = CacheSource(Contents(flat(arrays), dict(metadata), description=description))
     found: dict[str, np.ndarray] = {"token_ids": np.asarray(source.arrays.get("token_ids", ()), np.int32)}
     described = {
-        name: replace(each.contents.description, layout=LINE, sizes={}, tables="cells")
+        name: replace(each.contents.description, layout=STATE_LINE, sizes={}, tables="cells")
         for name, each in source.caches.items()
     }
     for name, each in source.caches.items():
         found |= in_file(name, rows_of_state(each))
     about = {SLIDING: described[SLIDING].to_dict()} if SLIDING in described else {}
-    return Contents(found, about, kind=llama.NAMES[llama.SEQUENCE], description=described[CACHE])
+    return Contents(found, about, kind=llama.TITLES[llama.SEQUENCE], description=described[CACHE])
 
 
 def rows_of_state(source: CacheSource) -> dict[str, np.ndarray]:

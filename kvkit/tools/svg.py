@@ -8,7 +8,7 @@ from html import escape
 
 from kvkit.errors import printable
 
-ROW, CHARACTER, MARGIN = 24, 7.2, 12  # pixels
+HEIGHT, CHARACTER, MARGIN = 24, 7.2, 12  # pixels
 STYLE = """
 .kvkit text{font:12px ui-monospace,monospace;white-space:pre;fill:#1b1f24}
 .kvkit .note{fill:#57606a}
@@ -52,7 +52,7 @@ def picture(title: str, rows: Iterable[tuple[str, list[Cell]]], sequences: int =
     indent = max((len(label) for label, cells in rows if cells), default=0) + 1
     widths = [indent + sum(cell.width for cell in cells) if cells else len(label) for label, cells in rows]
     width = max(widths, default=0) * CHARACTER + 2 * MARGIN
-    height = len(rows) * ROW + 2 * MARGIN
+    height = len(rows) * HEIGHT + 2 * MARGIN
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="kvkit" viewBox="0 0 {width:.0f} {height}" '
         f'width="{width:.0f}" height="{height}" role="img">',
@@ -61,7 +61,7 @@ def picture(title: str, rows: Iterable[tuple[str, list[Cell]]], sequences: int =
         '<rect class="none" width="100%" height="100%"/>',
     ]
     for i, (label, cells) in enumerate(rows):
-        y = MARGIN + i * ROW
+        y = MARGIN + i * HEIGHT
         note = "" if cells else ' class="note"'
         lines.append(f'<text{note} x="{MARGIN}" y="{y + 16}">{words(label)}</text>')
         x = MARGIN + indent * CHARACTER
@@ -82,6 +82,6 @@ def box(cell: Cell, x: float, y: float) -> str:
     text = f'<text x="{x + size / 2:.1f}" y="{y + 16}" text-anchor="middle">{words(cell.text)}</text>'
     title = f"<title>{words(cell.title)}</title>" if cell.title else ""
     return (
-        f'<g>{title}<rect class="{cell.kind}" x="{x:.1f}" y="{y}" width="{size:.1f}" height="{ROW - 2}"/>'
+        f'<g>{title}<rect class="{cell.kind}" x="{x:.1f}" y="{y}" width="{size:.1f}" height="{HEIGHT - 2}"/>'
         f"{text if cell.text else ''}</g>"
     )

@@ -24,12 +24,12 @@ from kvkit.runtime import arrays
 
 SECONDS = 3.0  # for four questions, and for one of them again if times differed too much
 SIZE, KV_HEADS, SEQUENCES, DIM = 8 * 2**20, 16, 2, 128  # bytes of the cache, and its shape
-PAGE = 16  # tokens of the short pages
+PAGE_ROWS = 16  # tokens of the short pages
 MARGIN = 0.97  # a candidate must take less than this share of the time
 SPREAD = 0.15  # of today's times, between quartiles, above which the machine is too busy to choose
 FEWEST, DROP_AFTER, BEHIND = 5, (5, 10), 0.04  # rounds; rounds after which losers, so far behind, are dropped
-FIELDS = {1: "one_row", 4: "four_rows", 8: "eight_rows"}  # of distances, by query rows
-Step = Callable[[], object]
+FIELD_OF_ROWS = {1: "one_row", 4: "four_rows", 8: "eight_rows"}  # of distances, by query rows
+Trial = Callable[[], object]
 
 
 class Question(NamedTuple):
@@ -98,10 +98,10 @@ def describe(distances: Distances) -> str:
 def questions(default: Distances) -> Iterator[Question]:
     """Yield the questions. Each candidate differs from `default` in the fields of its question."""
     grid = [Distance(size * KB, near) for near in (False, True) for size in (2, 3, 4, 8, 16)]
-    for rows, field in FIELDS.items():
+    for rows, field in FIELD_OF_ROWS.items():
         yield Question(rows, 0, [with_field(default, field, distance) for distance in grid])
     pages = [(touched, twice) for touched in (0, 8 * KB) for twice in (0, 4 * KB)]
-    yield Question(1, PAGE, [default._replace(touched_run=t, short_run=s) for t, s in pages])
+    yield Question(1, PAGE_ROWS, [default._replace(touched_run=t, short_run=s) for t, s in pages])
 
 
 def answer(question: Question, today: Distances, seconds: float) -> Distances | None:
@@ -115,7 +115,7 @@ def merged(today: Distances, candidate: Distances, question: Question) -> Distan
     """Return today's distances with the fields that the question asks for."""
     if question.page:
         return today._replace(touched_run=candidate.touched_run, short_run=candidate.short_run)
-    field = FIELDS[question.rows]
+    field = FIELD_OF_ROWS[question.rows]
     return with_field(today, field, getattr(candidate, field))
 
 
@@ -178,7 +178,7 @@ def take_turns(
     return timings
 
 
-def decoding_step(question: Question) -> tuple[np.ndarray, Callable[[Distances], Step]]:
+def decoding_step(question: Question) -> tuple[np.ndarray, Callable[[Distances], Trial]]:
     """Return a float16 cache, and f(distances), which prepares a decoding step over it."""
     rng, tokens = np.random.default_rng(0), SIZE // (SEQUENCES * KV_HEADS * DIM * 4)
     cache = arrays.zeros((1, 2, KV_HEADS, SEQUENCES * tokens, DIM), np.float16)
@@ -196,7 +196,7 @@ def decoding_step(question: Question) -> tuple[np.ndarray, Callable[[Distances],
         where |= {"cache_mode": 1, "page_size": question.page}
     sizes: dict[str, Any] = {"num_heads": heads, "num_kv_heads": KV_HEADS, "head_dim": DIM, "cache_layout": 3}
 
-    def step_with(distances: Distances) -> Step:
+    def step_with(distances: Distances) -> Trial:
         plan = dynamic_batching.plan(**where, start_pos=np.full(SEQUENCES, tokens - 1))
 
         def step() -> object:

@@ -125,7 +125,7 @@ def test_legacy_form_of_other_layers():
 
 
 def test_every_kind_is_saved():
-    from kvkit.cache.layers.kinds import KINDS as FILED
+    from kvkit.cache.layers.kinds import LAYER_KINDS as FILED
 
     assert len(FILED) == len(KINDS) + 8  # quantized ones; the others have tests of their own
     more = LatentLayer(), IndexedLayer(LatentLayer()), RaggedLayer(), GatedDeltaLayer(2, 4, 4, 16, 4)

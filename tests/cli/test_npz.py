@@ -116,7 +116,7 @@ def test_memory_orders(path, dtype):
 
 
 def test_chunks_are_joined(path, monkeypatch):
-    monkeypatch.setattr(members, "CHUNK", 48)
+    monkeypatch.setattr(members, "CHUNK_BYTES", 48)
     arrays = {"whole": filled((7, 11), "f4"), "strided": filled((9, 22), BF16)[::2, ::2]}
     write(path, arrays)
     for name, array in read(path).arrays.items():

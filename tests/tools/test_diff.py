@@ -367,7 +367,7 @@ def test_large_arrays_are_tried_in_part(monkeypatch):
 
 
 def test_arrays_are_compared_in_blocks(monkeypatch, rng):
-    monkeypatch.setattr("kvkit.tools.comparison.BLOCK", 1000)
+    monkeypatch.setattr("kvkit.tools.comparison.COMPARED", 1000)
     expected, blocks = rng.standard_normal((1, 2, 40, 2, 4)).astype(np.float32), []
     got = expected + (rng.random(expected.shape) < 0.1)
     [found] = diff(expected, got, advance=blocks.append).arrays

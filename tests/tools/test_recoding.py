@@ -27,7 +27,7 @@ NAMES = "q8_0", "int8:g32", "uint4:g32", "e4m3:head", "kivi2", "mlx4", "nvfp4", 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_there_and_back(cache, name, tmp_path, monkeypatch):
-    monkeypatch.setattr(recoding, "PIECE", 8)  # so that it takes several pieces
+    monkeypatch.setattr(recoding, "ENCODED_TOKENS", 8)  # so that it takes several pieces
     cache[0, 0, 1] = 0  # so that nvfp4 has no scale of the whole there
     source, coded = tmp_path / "source.npz", tmp_path / "coded.safetensors"
     files.write(source, {"cache": [list(layer) for layer in cache], "tokens": np.arange(3)}, SAID)

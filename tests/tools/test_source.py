@@ -8,7 +8,7 @@ import kvkit
 from kvkit import files, formats, tools
 from kvkit.errors import KvkitError
 from kvkit.tools.contents import by_patterns
-from kvkit.tools.names import HEADS_FIRST, NAMES, TOKENS_FIRST
+from kvkit.tools.names import HEADS_FIRST, NAMINGS, TOKENS_FIRST
 from kvkit.tools.readers import open_cache
 from kvkit_cli.main import main
 
@@ -63,7 +63,7 @@ SCHEMES = {
     **{names[0]: per_layer(names, heads_first=True) for names in HEADS_FIRST},
     **{names[0]: per_layer(names) for names in TOKENS_FIRST},
     "cache": whole, "cache.N": by_layer, "key_cache.N": lists, "a layout said": heads_first,
-    **{"/".join(names): apart(names) for names in NAMES},
+    **{"/".join(names): apart(names) for names in NAMINGS},
 }  # fmt: skip
 
 
@@ -151,7 +151,7 @@ def test_a_layout_is_used_or_refused(sides, name, tmp_path):
     assert all("a layout without an axis kv" in text for text in refused)
 
 
-@pytest.mark.parametrize("names", NAMES[1:], ids="/".join)
+@pytest.mark.parametrize("names", NAMINGS[1:], ids="/".join)
 def test_packed_tokens_are_sequences(sides, names):
     """[layers, tokens, heads, content], or one layer; in pages they are where `seqstarts` cuts them."""
     key, value = sides.reshape(2, L, B * N, H, C)

@@ -420,7 +420,7 @@ def test_parts_have_the_scales_of_the_whole(rng, monkeypatch):
     }
     schemes = "nvfp4,e4m3:head,int4:tensor,nvfp4+hadamard,kivi2"
     expected = tools.study(arrays, schemes)
-    monkeypatch.setattr(measures, "PIECE", 32 * 3 * 64)
+    monkeypatch.setattr(measures, "ELEMENTS", 32 * 3 * 64)
     found = tools.study(arrays, schemes)
     for one, other in zip(expected.rows, found.rows, strict=True):
         assert one.keys() == other.keys()

@@ -11,7 +11,7 @@ from kvkit.cache.base import one_call_at_a_time
 from kvkit.cache.layers import requests
 from kvkit.cache.layers.changes import whole
 from kvkit.cache.layers.state import StateLayer, state_span, up_to
-from kvkit.cache.stores.states import NONE, StateForms
+from kvkit.cache.stores.states import NO_STATE, StateForms
 from kvkit.checks.arguments import ConvArguments
 from kvkit.checks.recurrent import KINDS, WIDEST_CONV, checked_conv
 from kvkit.checks.values import checked_format, flag, integer, text
@@ -244,7 +244,7 @@ class GatedDeltaLayer(StateLayer):
         elif self.store.geometry != forms:
             raise argument_error("qkv", f"a state of {self.store.geometry}", str(forms))
         store, before = self.store, self.span.length
-        if self.record_past and store.current != NONE:
+        if self.record_past and store.current != NO_STATE:
             store.checkpoints = {**store.checkpoints, before: store.current}
         return self._advance(tokens, {})
 
@@ -287,13 +287,13 @@ class GatedDeltaLayer(StateLayer):
     def _return_to(self, left: int) -> None:
         begin = self._recorded(left)
         if begin is not None:
-            recording, base = self._recordings[begin], self.store.checkpoints.get(begin, NONE)
+            recording, base = self._recordings[begin], self.store.checkpoints.get(begin, NO_STATE)
             version = self.store.free()
-            if version == NONE:
+            if version == NO_STATE:
                 self._change_store(self.store.geometry)
-                version, base = self.store.free(), self.store.checkpoints.get(begin, NONE)
+                version, base = self.store.free(), self.store.checkpoints.get(begin, NO_STATE)
             arrays = {name: array[version] for name, array in self.store.arrays.items()}
-            arrays["recurrent"][...] = 0 if base == NONE else self.store.arrays["recurrent"][base]
+            arrays["recurrent"][...] = 0 if base == NO_STATE else self.store.arrays["recurrent"][base]
             accepted = [left - begin] * self.store.geometry.batch
             gated_delta_replay(arrays["recurrent"], recording.capsule, accepted)
             end = self.conv_width - 1 + left - begin

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvkit.cache.layers.positions import (
     Rearrangement,
-    Rotation,
+    RopeLike,
     RowPositions,
     check_rotation,
     moves_alike,
@@ -63,7 +63,7 @@ def kind_of(layer: Any) -> tuple[str, dict[str, Any]]:
     return type(layer).__name__, about
 
 
-def plan_join(layer: Any, now: RowPositions, other: Any, at: SupportsIndex | None, rope: Rotation) -> Join:
+def plan_join(layer: Any, now: RowPositions, other: Any, at: SupportsIndex | None, rope: RopeLike) -> Join:
     """Plan to put the rows of `other` before the token of position `at`; None: behind all tokens.
 
     `now` are the positions of the layer's rows.
@@ -84,7 +84,7 @@ def plan_join(layer: Any, now: RowPositions, other: Any, at: SupportsIndex | Non
     return Join(other, row, count, moved)
 
 
-def common_rotation(own: Rotation, other: Rotation) -> Rotation:
+def common_rotation(own: RopeLike, other: RopeLike) -> RopeLike:
     """Return how the keys of both are rotated; raise if they are not rotated alike."""
     if own is not None and other is not None and not moves_alike(own, other):
         raise argument_error("rope", f"one rotation of all keys, {own}", f"{other} of the other ones")
@@ -92,7 +92,7 @@ def common_rotation(own: Rotation, other: Rotation) -> Rotation:
 
 
 def join_positions(
-    now: RowPositions, theirs: RowPositions, at: SupportsIndex | None, rope: Rotation
+    now: RowPositions, theirs: RowPositions, at: SupportsIndex | None, rope: RopeLike
 ) -> tuple[int, Rearrangement]:
     """Return (the row before which other rows go, the positions of all rows afterwards)."""
     place = now.length if at is None else integer("at", at, 0, now.length)

@@ -16,7 +16,7 @@ from kvkit.cache.layers.sliding import SlidingWindowLayer, StaticSlidingWindowLa
 from kvkit.cache.layers.state import StateLayer
 from kvkit.cache.paged.ragged import RaggedLayer
 
-KINDS: dict[str, Any] = {
+LAYER_KINDS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
         ChunkedLayer, CompressedLayer, DynamicLayer, GatedDeltaLayer, IndexedLayer, LatentLayer,
@@ -46,7 +46,7 @@ def make_layer(about: Mapping[str, Any]) -> Any:
         for name, x in about["arguments"].items()
         if name not in OLD_ARGUMENTS
     }
-    layer = KINDS[about["kind"]](**arguments)
+    layer = LAYER_KINDS[about["kind"]](**arguments)
     layer.rope = restored_rotation(about.get("rope"))
     return layer
 

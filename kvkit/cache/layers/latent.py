@@ -14,7 +14,7 @@ from kvkit.cache.base import one_call_at_a_time
 from kvkit.cache.layers.attention import checked_mask
 from kvkit.cache.layers.dynamic import DynamicLayer
 from kvkit.cache.layers.joining import Join
-from kvkit.cache.layers.positions import Rearrangement, Rotation
+from kvkit.cache.layers.positions import Rearrangement, RopeLike
 from kvkit.cache.stores.memory import Geometry
 from kvkit.cache.stores.span import Span
 from kvkit.cache.stores.view import views_of
@@ -209,11 +209,11 @@ class LatentLayer(DynamicLayer):
 
     # Moving rows. Only the last elements of a row are rotated
 
-    def plan(self, call: str, *arguments: Any, rope: Rotation = None, **options: Any) -> Rearrangement:
+    def plan(self, call: str, *arguments: Any, rope: RopeLike = None, **options: Any) -> Rearrangement:
         self.rope, rope = (placed_rotation(rotation, self.latent_dim) for rotation in (self.rope, rope))
         return super().plan(call, *arguments, rope=rope, **options)
 
-    def plan_join(self, other: Any, at: SupportsIndex | None = None, rope: Rotation = None) -> Join:
+    def plan_join(self, other: Any, at: SupportsIndex | None = None, rope: RopeLike = None) -> Join:
         self.rope, rope = (placed_rotation(rotation, self.latent_dim) for rotation in (self.rope, rope))
         return super().plan_join(other, at, rope)
 
@@ -242,7 +242,7 @@ def joined_query(q_latent: Array, q_pe: Array | None, rope_dim: int) -> Array:
     return join_parts(("q_latent", "q_pe"), q_latent, q_pe, rope_dim)
 
 
-def placed_rotation(rope: Rotation, latent_dim: int) -> Rotation:
+def placed_rotation(rope: RopeLike, latent_dim: int) -> RopeLike:
     """Return a rotation of whole latent rows from one of their rotated part, the last elements."""
     if latent_dim and isinstance(rope, Rope) and not rope.begin:
         return replace(rope, begin=latent_dim)

@@ -17,7 +17,7 @@ from kvkit.cache.layers.joining import Join, plan_join
 from kvkit.cache.layers.positions import (
     Piece,
     Rearrangement,
-    Rotation,
+    RopeLike,
     RowPositions,
     check_rotation,
     pieces_array,
@@ -66,7 +66,7 @@ class Layer(BaseLayer):
     store: Any
     span: Any
     allocate: Allocate
-    rope: Rotation
+    rope: RopeLike
     attributes = Attributes(
         "store", "span", "row_positions", "rope", "record_past", "allocate", "overwritten"
     )
@@ -322,7 +322,7 @@ class Layer(BaseLayer):
     # Joining
 
     @one_call_at_a_time
-    def append(self, other: Layer, at: SupportsIndex | None = None, rope: Rotation = None) -> None:
+    def append(self, other: Layer, at: SupportsIndex | None = None, rope: RopeLike = None) -> None:
         """Add the tokens of another layer behind the present ones, or before one of them.
 
         The other layer's first position 0 becomes `at`. Its keys, and the present ones behind them, get rope
@@ -360,7 +360,7 @@ class Layer(BaseLayer):
         """
         self.join(self.plan_join(other, at, rope))
 
-    def plan_join(self, other: Any, at: SupportsIndex | None = None, rope: Rotation = None) -> Join:
+    def plan_join(self, other: Any, at: SupportsIndex | None = None, rope: RopeLike = None) -> Join:
         """Check an `append`; return a plan for `join`."""
         plan = plan_join(self, self._positions_from(self.span.first), other, at, rope)
         self._check_movable("append", plan.moved)
@@ -465,7 +465,7 @@ class Layer(BaseLayer):
         if self.store is not None:
             self._commit()
 
-    def plan(self, call: str, *arguments: Any, rope: Rotation = None, **options: Any) -> Rearrangement:
+    def plan(self, call: str, *arguments: Any, rope: RopeLike = None, **options: Any) -> Rearrangement:
         span, now = self.span, self._positions_from(self.span.first)
         dim = None if self.store is None else self.store.geometry.key_dim
         rotation = rotation_of(rope, self.rope, dim, now.shifted)

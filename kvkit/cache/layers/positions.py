@@ -26,7 +26,7 @@ MAX_PIECES = 8  # the most pieces of a layer, which attention reads one by one
 FAR = 2**40  # the largest position and shift
 KNOWN_ROTATION = "how keys were rotated, a kvkit.Rope or 'none'"
 
-Rotation = Rope | str | None  # how keys are rotated: a Rope, "none", or None if unknown
+RopeLike = Rope | str | None  # how keys are rotated: a Rope, "none", or None if unknown
 
 
 class Piece(NamedTuple):
@@ -157,7 +157,7 @@ class Rearrangement(NamedTuple):
 
     kept: Array  # bool for each row: whether it stays
     after: RowPositions  # of the rows that stay
-    rope: Rotation  # how the keys are rotated
+    rope: RopeLike  # how the keys are rotated
     rotated: Array | None = None  # by how many positions each remaining key is rotated in memory
     crops: bool = False  # whether only the last tokens are dropped
     frees: bool = False  # whether the memory of removed tokens is freed
@@ -194,7 +194,7 @@ class Rearrangement(NamedTuple):
 
 def remove(
     now: RowPositions,
-    rope: Rotation,
+    rope: RopeLike,
     begin: SupportsIndex,
     end: SupportsIndex | None = None,
     *,
@@ -214,7 +214,7 @@ def remove(
 
 def retain(
     now: RowPositions,
-    rope: Rotation,
+    rope: RopeLike,
     positions: ArrayLike,
     *,
     renumber: bool = False,
@@ -236,7 +236,7 @@ def retain(
     return keep_rows(now, rope, np.isin(now.positions, wanted), renumber)
 
 
-def keep_rows(now: RowPositions, rope: Rotation, kept: Array, renumber: bool) -> Rearrangement:
+def keep_rows(now: RowPositions, rope: RopeLike, kept: Array, renumber: bool) -> Rearrangement:
     """Plan to keep some rows; with `renumber` they and the next token get the positions 0, 1, 2, ..."""
     after = RowPositions(now.positions[kept], now.shifts[kept], now.length)
     if not renumber:
@@ -246,7 +246,7 @@ def keep_rows(now: RowPositions, rope: Rotation, kept: Array, renumber: bool) ->
 
 
 def shift(
-    now: RowPositions, rope: Rotation, begin: SupportsIndex, end: SupportsIndex | None, delta: SupportsIndex
+    now: RowPositions, rope: RopeLike, begin: SupportsIndex, end: SupportsIndex | None, delta: SupportsIndex
 ) -> Rearrangement:
     """Plan to add `delta` to the positions in [begin, end); tokens that get below 0 are removed."""
     begin = integer("begin", begin, 0)
@@ -258,7 +258,7 @@ def shift(
 
 
 def divide(
-    now: RowPositions, rope: Rotation, begin: SupportsIndex, end: SupportsIndex | None, d: SupportsIndex
+    now: RowPositions, rope: RopeLike, begin: SupportsIndex, end: SupportsIndex | None, d: SupportsIndex
 ) -> Rearrangement:
     """Plan to divide the positions in [begin, end) by `d`, rounding down; tokens may then share positions."""
     begin = integer("begin", begin, 0)
@@ -270,7 +270,7 @@ def divide(
     return plan_move(now, rope, moves, positions, length, may_share=True)
 
 
-def flatten(now: RowPositions, rope: Rotation) -> Rearrangement:
+def flatten(now: RowPositions, rope: RopeLike) -> Rearrangement:
     """Plan to rotate shifted keys in memory."""
     after = RowPositions(now.positions, np.zeros_like(now.shifts), now.length)
     return Rearrangement(np.ones(len(now.positions), bool), after, rope, now.shifts)
@@ -288,7 +288,7 @@ OTHER_NAMES |= {"batch_repeat_interleave": "repeat"}
 
 
 def plan_move(
-    now: RowPositions, rope: Rotation, moves: Array, positions: Array, length: int, may_share: bool = False
+    now: RowPositions, rope: RopeLike, moves: Array, positions: Array, length: int, may_share: bool = False
 ) -> Rearrangement:
     """Check the `positions` after a move of some rows; return the plan. Tokens below 0 are removed."""
     changes = moves & (positions != now.positions)
@@ -316,20 +316,20 @@ def check_rotation(rope: Any) -> None:
         raise argument_error("rope", KNOWN_ROTATION, describe(rope))
 
 
-def describe_rotation(rope: Rotation) -> Any:
+def describe_rotation(rope: RopeLike) -> Any:
     """Describe how keys were rotated, for a file."""
     return rope.describe() if isinstance(rope, Rope) else rope
 
 
-def restored_rotation(description: Any) -> Rotation:
+def restored_rotation(description: Any) -> RopeLike:
     """Return a rotation from its description in a file."""
-    rope: Rotation = Rope(**description) if isinstance(description, dict) else description
+    rope: RopeLike = Rope(**description) if isinstance(description, dict) else description
     if rope is not None:
         check_rotation(rope)
     return rope
 
 
-def rotation_of(rope: Any, known: Rotation, dim: int | None, shifted: bool) -> Rotation:
+def rotation_of(rope: Any, known: RopeLike, dim: int | None, shifted: bool) -> RopeLike:
     """Return how a layer's keys were rotated: the argument `rope` of a call, or if it is None, as `known`.
 
     Keys have `dim` elements; None if there is no key. If some are `shifted`, both must shift keys alike.

@@ -14,7 +14,7 @@ from kvkit.formats.known import ALIASES
 from kvkit.formats.schemes import formats_named
 
 RULES = {"pmx": "sym", "kvkit_minimum": "asym", "kivi": "asym"}  # {`Format.rule`: the scheme of codes}
-AXES = {"group": "token", "channel": "channel"}  # {`Format.per`: along which axis a group lies}
+AXIS_OF = {"group": "token", "channel": "channel"}  # {`Format.per`: along which axis a group lies}
 CELLS = "float16", "float32"
 WANTED = (
     f"int8, int4, int2, uint8, uint4, uint2 (:g32, :channel, :float32), kivi4, kivi2, {', '.join(STORED)} "
@@ -144,10 +144,10 @@ def code_spec(text: Any, is_value: bool, scale: Any = None) -> CodeSpec:
         return CodeSpec(format=name, group=side.group, param_dtype=cell, scale=scale, rotation=turned)
     if element is not None and element.block:
         return CodeSpec(format=name, rotation=turned)
-    known = side.rule in RULES and side.per in AXES and side.code.bits in (8, 4, 2) and cell in CELLS
+    known = side.rule in RULES and side.per in AXIS_OF and side.code.bits in (8, 4, 2) and cell in CELLS
     if not known or not side.group:
         raise argument_error("format", WANTED, repr(text))
-    return CodeSpec(side.code.bits, RULES[side.rule], AXES[side.per], side.group, cell, rotation=turned)
+    return CodeSpec(side.code.bits, RULES[side.rule], AXIS_OF[side.per], side.group, cell, rotation=turned)
 
 
 def check_scale(scale: Any, has_constant: bool) -> None:

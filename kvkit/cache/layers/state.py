@@ -12,9 +12,9 @@ from kvkit.cache.base import one_call_at_a_time
 from kvkit.cache.layers import requests
 from kvkit.cache.layers.changes import whole
 from kvkit.cache.layers.layer import Layer
-from kvkit.cache.layers.positions import Rotation, RowPositions, planner, rotation_of
+from kvkit.cache.layers.positions import RopeLike, RowPositions, planner, rotation_of
 from kvkit.cache.stores.span import Span
-from kvkit.cache.stores.states import NONE, StateForms, StateStore
+from kvkit.cache.stores.states import NO_STATE, StateForms, StateStore
 from kvkit.checks.values import checked_format, integer
 from kvkit.errors import argument_error, describe
 from kvkit.formats import FLOATS
@@ -146,9 +146,9 @@ class StateLayer(Layer):
         version = store.current
         # The present version is overwritten, but no checkpoint of another length.
         kept = {own for position, own in store.checkpoints.items() if position != before + new}
-        if version == NONE or version in kept:
+        if version == NO_STATE or version in kept:
             version = store.free()
-            if version == NONE:
+            if version == NO_STATE:
                 self._change_store(store.geometry)
                 store = self.store
                 version = store.free()
@@ -158,7 +158,7 @@ class StateLayer(Layer):
             if name in states:
                 array[version] = states[name]
             elif version != store.current:
-                array[version] = 0 if store.current == NONE else array[store.current]
+                array[version] = 0 if store.current == NO_STATE else array[store.current]
         length, checkpoints = before + new, dict(store.checkpoints)
         every = 1 if self.record_past else self.checkpoint_every
         if length in checkpoints or (every and length - max(checkpoints, default=0) >= every):
@@ -249,7 +249,7 @@ class StateLayer(Layer):
     def _return_to(self, left: int) -> None:
         """Return to the state after `left` tokens."""
         store, now = self.store, self.span.length
-        current = store.current if left == now else store.checkpoints.get(left, NONE)
+        current = store.current if left == now else store.checkpoints.get(left, NO_STATE)
         checkpoints = up_to(left, store.checkpoints)
         if self.record_past:  # checkpoints that only the recording has made go
             latest = sorted(checkpoints.items())[-self.max_checkpoints :]
@@ -257,7 +257,7 @@ class StateLayer(Layer):
         self._commit_version(state_span(left), current, checkpoints)
 
     def plan(  # type: ignore[override]  # a plan without rows
-        self, call: str, *arguments: Any, rope: Rotation = None, **options: Any
+        self, call: str, *arguments: Any, rope: RopeLike = None, **options: Any
     ) -> StatePlan:
         now, store = self.span.length, self.store
         if call == "retain":
@@ -265,14 +265,14 @@ class StateLayer(Layer):
         rows = RowPositions(NO_ROWS, NO_ROWS, now)
         plan = planner(call)(rows, rotation_of(rope, self.rope, None, False), *arguments, **options)
         begin = 0 if call == "flatten" else integer("begin", arguments[0], 0)
-        current = NONE if store is None else store.current
+        current = NO_STATE if store is None else store.current
         checkpoints = {} if store is None else dict(store.checkpoints)
         if call == "remove" and begin < now:
             if not plan.crops and removes(*arguments, **options):
                 wanted = f"the last tokens to go, back to one of {[0, *self.checkpoints]}"
                 raise argument_error(self.name, wanted, f"remove of tokens from {begin} on, in the middle")
             left = self._checked_length(plan.after.length)
-            current = current if left == now else checkpoints.get(left, NONE)
+            current = current if left == now else checkpoints.get(left, NO_STATE)
             checkpoints = up_to(left, checkpoints)
         elif plan.after.length != now:
             if store is None and not now:

@@ -24,7 +24,7 @@ from kvkit.cache.layers.positions import (
     MAX_PIECES,
     Piece,
     Rearrangement,
-    Rotation,
+    RopeLike,
     RowPositions,
     pieces_array,
     planner,
@@ -405,7 +405,7 @@ class RaggedLayer(Layer):
         self.rearrange(self.plan("remove", self.length_after_crop(length)))
 
     def plan(  # type: ignore[override]  # for every head
-        self, call: str, *arguments: Any, rope: Rotation = None, **options: Any
+        self, call: str, *arguments: Any, rope: RopeLike = None, **options: Any
     ) -> RaggedPlan:
         now = [seq.all_positions() for seq in self.sequences]
         dim = None if self.geometry is None else self.geometry.key_dim

@@ -12,7 +12,7 @@ from kvkit.cache.stores.attributes import Attributes
 from kvkit.cache.stores.codes import CodedSide
 from kvkit.cache.stores.memory import BeginAt, Geometry
 from kvkit.cache.stores.view import KVView
-from kvkit.formats.rotations import OUTPUT, QUERY
+from kvkit.formats.rotations import OUTPUT, QUERY_ROWS
 from kvkit.typed import Array, States
 
 SIDES = "keys", "values"
@@ -105,7 +105,7 @@ class CodeStore:
 
     def query(self, query: Array) -> Array:
         """Return queries rotated as the stored keys are."""
-        return self.sides[0].rotated(query, QUERY)
+        return self.sides[0].rotated(query, QUERY_ROWS)
 
     def output(self, out: Array) -> Array:
         """Return outputs of attention rotated back, because the stored values are rotated."""

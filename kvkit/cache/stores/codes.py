@@ -16,7 +16,7 @@ from kvkit.errors import argument_error
 from kvkit.formats import rotation_named
 from kvkit.formats.elements import BY_DTYPE, BY_NAME, STORED
 from kvkit.formats.rotations import OUTPUT
-from kvkit.formats.rotations import STORED as STORED_ROWS
+from kvkit.formats.rotations import STORED_ROWS as STORED_ROWS
 from kvkit.typed import Array
 
 # The arrays of a side in files. `ends`: how many codes there are up to the end of each block.
@@ -424,12 +424,12 @@ class CodedSide:
         """Return the address of machine code that widens codes to float32, with `rounds` to the dtype."""
         return int(cpu.copy.codes.widen(self.format, rounds=rounds).address)
 
-    def cells_place(self, position: int) -> Place:
+    def cells_place(self, position: int) -> CodesPlace:
         """Return where scales lie, in `cells` or constant ones, if row 0 of `cells` is `position`."""
         if self.scales is None:
             return place_of(self.cells, position)
         head = self.scales.strides[0] if len(self.scales) > 1 else 0  # one scale for all heads: no stride
-        return Place(cpu.launches.address(self.scales), sequence=0, head=head, row=0)
+        return CodesPlace(cpu.launches.address(self.scales), sequence=0, head=head, row=0)
 
     def segments(self, table: Array | None = None, begin: int = 0, rounds: bool = False) -> Array:
         """Fill a table, or a new one, with the segments of the latest view from row `begin` on; return it."""
@@ -485,7 +485,7 @@ class Run(NamedTuple):
         return array[:, :, self.begin : self.end]
 
 
-class Place(NamedTuple):
+class CodesPlace(NamedTuple):
     """Says where the rows of an array [B, H, rows, dim] lie."""
 
     address: int  # of position 0, which may be outside the array
@@ -494,10 +494,10 @@ class Place(NamedTuple):
     row: int
 
 
-def place_of(array: Array, position: int) -> Place:
+def place_of(array: Array, position: int) -> CodesPlace:
     """Return where the rows of an array lie if its row 0 has this position."""
     sequence, head, row = array.strides[:3]
-    return Place(cpu.launches.address(array) - position * row, sequence, head, row)
+    return CodesPlace(cpu.launches.address(array) - position * row, sequence, head, row)
 
 
 def grow_array(array: Array, used: int, least: int, allocate: Allocate) -> Array:

@@ -11,7 +11,7 @@ from kvkit.cache.stores.allocation import Allocate, in_memory
 from kvkit.cache.stores.attributes import Attributes
 from kvkit.typed import Array
 
-NONE = -1  # the version of a state before the first token
+NO_STATE = -1  # the version of a state before the first token
 
 
 class StateForms(NamedTuple):
@@ -45,7 +45,7 @@ class StateStore:
 
     def __init__(self, geometry: StateForms, versions: int, allocate: Allocate = in_memory) -> None:
         self.geometry, self.versions = geometry, versions
-        self.current = self.previous = NONE
+        self.current = self.previous = NO_STATE
         self.checkpoints: dict[int, int] = {}
         self.arrays: dict[str, Array] = {
             name: allocate((versions, geometry.batch, *shape), dtype)
@@ -65,20 +65,20 @@ class StateStore:
 
     def arrays_of(self, version: int) -> dict[str, Array]:
         """Return views of a version's arrays, [B, ...] each; {} before the first token."""
-        return {} if version == NONE else {name: array[version] for name, array in self.arrays.items()}
+        return {} if version == NO_STATE else {name: array[version] for name, array in self.arrays.items()}
 
     def free(self) -> int:
         """Return an unused version to write to; NONE if all are used."""
         used = {self.current, self.previous, *self.checkpoints.values()}
-        return next((i for i in range(self.versions) if i not in used), NONE)
+        return next((i for i in range(self.versions) if i not in used), NO_STATE)
 
     def fill(self, store: StateStore, indices: Any) -> None:
         """Copy the used versions of another store; `indices` are the rows of its batch."""
-        used = sorted({store.current, *store.checkpoints.values()} - {NONE})
+        used = sorted({store.current, *store.checkpoints.values()} - {NO_STATE})
         for name, array in store.arrays.items():
             for new, version in enumerate(used):
                 self.arrays[name][new] = array[version][indices]
-        self.current = self.previous = NONE if store.current == NONE else used.index(store.current)
+        self.current = self.previous = NO_STATE if store.current == NO_STATE else used.index(store.current)
         self.checkpoints = {position: used.index(i) for position, i in store.checkpoints.items()}
 
     def commit(self, layer: Any) -> None:
@@ -87,5 +87,5 @@ class StateStore:
     @property
     def nbytes(self) -> int:
         """Return the size of the used versions in bytes."""
-        used = {self.current, *self.checkpoints.values()} - {NONE}
+        used = {self.current, *self.checkpoints.values()} - {NO_STATE}
         return sum(array[0].nbytes for array in self.arrays.values()) * len(used)

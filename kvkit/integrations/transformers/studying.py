@@ -20,7 +20,7 @@ from kvkit.integrations.transformers.rotations import rotations_of
 from kvkit.interop import numpy_to_tensor
 from kvkit.tools.readers import CacheReader, open_cache
 from kvkit.tools.studies.evicting import contexts_of, count_judging, kept_rows
-from kvkit.tools.studies.measures import QUERIES
+from kvkit.tools.studies.measures import JUDGING
 from kvkit.tools.studies.policies import StudyPlan, make_plan
 from kvkit.tools.studies.study import Study, study_layers
 from kvkit.tools.tasks import Lazy
@@ -88,7 +88,7 @@ def study(
     recorded = {}
 
     def record(layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        recorded[layer] = query if plan.policies else query[:, :, -QUERIES:], key, value
+        recorded[layer] = query if plan.policies else query[:, :, -JUDGING:], key, value
         return key, value
 
     def report(readings_done: int) -> None:

@@ -13,7 +13,7 @@ from kvkit.formats import FLOATS
 from kvkit.tools.causes.trial import Trial
 
 FLOAT_DTYPES = {fmt.dtype for fmt in FLOATS}
-WINDOWS = {"slot_mapping", "wins", "seq_lens"}  # inputs of calls that keep some rows of each head
+WINDOWED = {"slot_mapping", "wins", "seq_lens"}  # inputs of calls that keep some rows of each head
 
 
 def names_beside(name: str) -> tuple[str, tuple[str, ...]]:
@@ -61,7 +61,7 @@ def usable_inputs(like: Mapping[str, Any], expected: Mapping[str, np.ndarray]) -
                 each == "positions" and np.size(value) > 0 and array.size % np.size(value) == 0,
                 each == "rope_base" and not shape,
                 each in names_beside(name)[1] and quantized_input(replace(trial, like={each: value})),
-                name.endswith("_cache") and each == name.removesuffix("_cache") and set(like) >= WINDOWS,
+                name.endswith("_cache") and each == name.removesuffix("_cache") and set(like) >= WINDOWED,
             )
             if any(cases):
                 usable.add(each)

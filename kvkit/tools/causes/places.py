@@ -11,13 +11,13 @@ from kvkit.tools.causes.trial import Guesses, Trial, cause
 from kvkit.tools.counting import word_view
 from kvkit.tools.state_names import RECURRENT, kind_of_state
 
-SIDE = re.compile(r"key|value|(?<![a-z])[kv](?![a-z])", re.IGNORECASE)
+SIDED = re.compile(r"key|value|(?<![a-z])[kv](?![a-z])", re.IGNORECASE)
 OTHER = {"key": "value", "value": "key", "k": "v", "v": "k"}
 
 
 def partners(name: str) -> Iterator[str]:
     """Yield the names that the array of the other side (keys or values) may have."""
-    for found in SIDE.finditer(name):
+    for found in SIDED.finditer(name):
         word, other = found[0], OTHER[found[0].lower()]
         other = other.upper() if word.isupper() else other.title() if word.istitle() else other
         yield name[: found.start()] + other + name[found.end() :]
@@ -32,7 +32,7 @@ def swapped_sides(trial: Trial) -> Guesses:
         if partner is not None and (partner.shape, partner.dtype) == kind:
             yield Guess("", partner, targets=untraced)
     axis = trial.axis("kv")
-    both_sides = not SIDE.search(re.sub(r"\bkv", "", trial.name))  # the name is of neither keys nor values
+    both_sides = not SIDED.search(re.sub(r"\bkv", "", trial.name))  # the name is of neither keys nor values
     unnamed = range(min(3, trial.expected.ndim - 1)) if both_sides else ()
     for i in unnamed if axis is None else (axis,):
         if trial.expected.shape[i] == 2:

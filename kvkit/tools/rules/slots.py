@@ -6,7 +6,7 @@ from kvkit.checks.values import text
 from kvkit.tools.case import Case
 from kvkit.tools.findings import Seen, rule
 
-BITS = {"int32": 31, "uint32": 32, "int64": 63}
+INDEX_BITS = {"int32": 31, "uint32": 32, "int64": 63}
 
 
 @rule(
@@ -132,7 +132,7 @@ def misread_words(
 def beyond_the_index_type(case: Case) -> Seen:
     """Report caches for which an index type is too small. vllm#1486: int32 for 64,000 blocks."""
     given, kind = case.index("slot_mapping"), case.source.text("index_type")
-    bits = None if kind is None else BITS[text("index_type", kind, BITS)]
+    bits = None if kind is None else INDEX_BITS[text("index_type", kind, INDEX_BITS)]
     if case.num_blocks is None or case.page_size is None or (given is None and not case.sides):
         return None
     capacity, found = case.num_blocks * case.page_size, []

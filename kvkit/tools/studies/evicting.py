@@ -20,7 +20,7 @@ from kvkit.eviction.inputs import scores_array
 from kvkit.eviction.selection import Kept, kept_count
 from kvkit.rope import Rope
 from kvkit.tools.readers import LayerReader, SideReader
-from kvkit.tools.studies.measures import ONE_THREAD, QUERIES, AttentionSums, SideErrors, code_parts, product
+from kvkit.tools.studies.measures import JUDGING, ONE_THREAD, AttentionSums, SideErrors, code_parts, product
 from kvkit.tools.studies.policies import ORACLE, RANDOM, SEEDS, UNCODED, Policy, StudyPlan
 from kvkit.typed import Array
 
@@ -29,7 +29,7 @@ SHORT = 512  # tokens; a note warns of shorter contexts
 # The measures of `SideErrors.by_head` for kept tokens that no scheme codes.
 UNCHANGED = {"relative_rms": 0.0, "largest_error": 0.0, "cosine": 1.0, "at_end": None, "zero": None}
 UNROTATED = "expected", "triattention"  # scorers that read queries before rotation
-Place = tuple[int, int]  # (number of a layer, number of layers)
+HeadPlace = tuple[int, int]  # (number of a layer, number of layers)
 
 
 class Measured(NamedTuple):
@@ -99,7 +99,7 @@ def contexts_of(layer: LayerReader, judge: int | None) -> Iterator[JudgedContext
         if count >= end - begin:
             raise argument_error("judge", f"fewer than the {end - begin} tokens of a context", count)
         selecting = queries[:-count].swapaxes(0, 1)[None] if count < len(queries) else None
-        exact = attend_exactly(keys, values, queries[-min(count, QUERIES) :])
+        exact = attend_exactly(keys, values, queries[-min(count, JUDGING) :])
         yield JudgedContext(keys, values, end - begin - count, selecting, exact)
 
 
@@ -142,7 +142,7 @@ def weighted(weights: Array, values: Array) -> Array:
 
 def study_policies(
     layer: LayerReader, contexts: Sequence[JudgedContext], policies: Sequence[Policy], plan: StudyPlan,
-    place: Place,
+    place: HeadPlace,
 ) -> dict[str, Measured]:  # fmt: skip
     """Measure policies with equal scores; return {name: result}."""
     results: dict[str, list[Measured]] = {policy.name: [] for policy in policies}
@@ -159,7 +159,7 @@ def study_policies(
 
 
 def kept_rows(
-    contexts: Sequence[JudgedContext], policies: Sequence[Policy], plan: StudyPlan, place: Place
+    contexts: Sequence[JudgedContext], policies: Sequence[Policy], plan: StudyPlan, place: HeadPlace
 ) -> Iterator[tuple[Policy, list[list[KeptRows]]]]:
     """Yield (policy, kept rows of each context) for policies of equal scores; `random` once per seed."""
     first = policies[0]
@@ -173,7 +173,7 @@ def kept_rows(
 
 
 def kept_groups(
-    policy: Policy, context: JudgedContext, scored: Array, plan: StudyPlan, place: Place
+    policy: Policy, context: JudgedContext, scored: Array, plan: StudyPlan, place: HeadPlace
 ) -> list[KeptRows]:
     """Return the rows that heads keep: together if all heads keep as many, or for each head."""
     heads, tokens, _ = context.keys.shape
@@ -186,7 +186,7 @@ def kept_groups(
     return [KeptRows(slice(0, heads), np.concatenate((kept[0], np.tile(later, (heads, 1))), 1))]
 
 
-def count_of(policy: Policy, context: JudgedContext, plan: StudyPlan, place: Place) -> int:
+def count_of(policy: Policy, context: JudgedContext, plan: StudyPlan, place: HeadPlace) -> int:
     """Return how many of the tokens that may be evicted a layer keeps."""
     number, layers = place
     if plan.budget != "pyramid":
@@ -195,7 +195,7 @@ def count_of(policy: Policy, context: JudgedContext, plan: StudyPlan, place: Pla
     return min(int(counts[number]), context.choosable)
 
 
-def scores_of(policy: Policy, context: JudgedContext, plan: StudyPlan, place: Place) -> Array:
+def scores_of(policy: Policy, context: JudgedContext, plan: StudyPlan, place: HeadPlace) -> Array:
     """Return the scores [1, H, choosable] of a policy; only the oracle sees judging queries."""
     end, count = context.choosable, count_of(policy, context, plan, place)
     keys, values = (side[None, :, :end] for side in (context.keys, context.values))

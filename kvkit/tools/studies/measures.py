@@ -19,8 +19,8 @@ import numpy as np
 from kvkit.errors import argument_error
 from kvkit.tools.readers import LayerReader, SideReader
 
-PIECE = 2**17  # elements encoded at a time
-QUERIES = 64  # at most so many of the last queries of a sequence are measured
+ELEMENTS = 2**17  # elements encoded at a time
+JUDGING = 64  # at most so many of the last queries of a sequence are measured
 ONE_THREAD = 2**18  # OpenBLAS runs products with at most so many multiplications on one thread
 MEANS = {  # {sum: name of its mean}
     "logit": "logit_error", "kl": "kl", "output": "output_error", "top_changed": "top_changed",
@@ -28,7 +28,7 @@ MEANS = {  # {sum: name of its mean}
 }  # fmt: skip
 # A mark is two counters in a uint64: bits 0 to 31 count codes at a limit of the range, the others codes of 0.
 # So one sum of marks counts both: 5 codes at a limit and 2 codes of 0 are 5 + 2 * ZERO.
-ZERO = 2**32
+ZERO_MARK = 2**32
 
 
 class SideErrors:
@@ -68,20 +68,20 @@ class SideErrors:
                 "relative_rms": float(np.sqrt(self.errors[h] / norm)) if norm else float(self.errors[h] > 0),
                 "largest_error": float(self.largest[h]),
                 "cosine": float(self.cosines[h] / max(1, self.tokens)),
-                "at_end": None if self.marks is None else int(self.marks[h]) % ZERO / self.codes_of_head,
-                "zero": None if self.marks is None else int(self.marks[h]) // ZERO / self.codes_of_head,
+                "at_end": None if self.marks is None else int(self.marks[h]) % ZERO_MARK / self.codes_of_head,
+                "zero": None if self.marks is None else int(self.marks[h]) // ZERO_MARK / self.codes_of_head,
             }
 
 
 def marks_of(code: Any) -> Any:
     """Return the mark of each code, uint64: 1 at a limit of the range, ZERO for 0, or else 0."""
     low, high = code.limits
-    return ((code.table <= low) | (code.table >= high)) + (code.table == 0) * np.uint64(ZERO)
+    return ((code.table <= low) | (code.table >= high)) + (code.table == 0) * np.uint64(ZERO_MARK)
 
 
 def pieces(begin: int, end: int, elements: int, step: int = 1) -> list[slice]:
-    """Split tokens of `elements` elements each into slices of about `PIECE` elements, multiples of `step`."""
-    count = max(PIECE // elements // step, 1) * step
+    """Split tokens of `elements` elements each into slices of about `ELEMENTS`, multiples of `step`."""
+    count = max(ELEMENTS // elements // step, 1) * step
     return [slice(first, min(first + count, end)) for first in range(begin, end, count)]
 
 
@@ -253,14 +253,14 @@ def compare_attention(
     }
 
 
-def attention_errors(layer: LayerReader, *schemes: Any, judge: int = QUERIES) -> Iterator[dict[str, float]]:
+def attention_errors(layer: LayerReader, *schemes: Any, judge: int = JUDGING) -> Iterator[dict[str, float]]:
     """Yield {measure: mean} of the errors that schemes cause in attention, for each key head.
 
-    The last `judge` queries of a sequence measure them, at most `QUERIES`.
+    The last `judge` queries of a sequence measure them, at most `JUDGING`.
     """
     sums = AttentionSums()
     for query, begin, end in zip(layer.queries or (), layer.starts, layer.starts[1:], strict=False):
-        query = np.asarray(query[-min(judge, QUERIES) :], np.float32)
+        query = np.asarray(query[-min(judge, JUDGING) :], np.float32)
         sums.add(compare_attention(layer, query, begin, end, *schemes))
     return sums.by_head()
 

@@ -24,7 +24,7 @@ MAPS = 4  # maps in a row
 NEAR = 10  # points: a name at this distance from its point needs no line to it
 MOST_RINGS = 60  # distances to try for a name
 EIGHTHS = 1, -1, 0, 7, -7, 8, 2, -2, 6, -6, 3, -3, 5, -5, 4, -4  # directions to try, in eighths of pi
-Box = tuple[float, float, float, float]  # left, low, right, high
+Bounds = tuple[float, float, float, float]  # left, low, right, high
 COLOURED = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"
 
 
@@ -204,8 +204,8 @@ def label_points(
 
 
 def free_place(
-    x: float, y: float, width: float, height: float, taken: Sequence[Box], frame: Box, scale: float
-) -> tuple[tuple[float, float], Box]:
+    x: float, y: float, width: float, height: float, taken: Sequence[Bounds], frame: Bounds, scale: float
+) -> tuple[tuple[float, float], Bounds]:
     """Return (offset from a point, box) of the nearest box inside the frame that overlaps none of `taken`."""
     gap, found = 5 * scale, ((0.0, 0.0), frame)
     for ring in range(MOST_RINGS):
@@ -223,7 +223,7 @@ def free_place(
     return found
 
 
-def overlap(one: Box, other: Box) -> bool:
+def overlap(one: Bounds, other: Bounds) -> bool:
     """Return whether two boxes overlap."""
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 

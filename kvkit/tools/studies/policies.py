@@ -14,19 +14,19 @@ from kvkit.eviction import SCORERS
 from kvkit.tools.studies.schemes import key_and_value_schemes, list_schemes, load_object
 from kvkit.typed import Array
 
-FORM = "SCORER@SHARE or SCORER@SHARE+SCHEME, as snapkv@0.5+int4:g32, or a scheme"
+POLICY_FORM = "SCORER@SHARE or SCORER@SHARE+SCHEME, as snapkv@0.5+int4:g32, or a scheme"
 # snapkv(window=32)@0.5+int4:g32 has scorer snapkv, options window=32, share 0.5 and scheme int4:g32. The path
 # of a Python file may have any of these signs. A share begins with a digit or a dot.
-PARTS = re.compile(
+POLICY = re.compile(
     r"(?P<scorer>.+?\.py:\w+|[^@(]+?)(?:\((?P<options>.*)\))?@(?P<share>[\d.][^@+:/\\]*)(?:\+(?P<scheme>.+))?"
 )
 COMMAS = re.compile(r",(?![^(]*\))")  # commas outside of parentheses
 NONE, RANDOM, ORACLE = "none", "random", "oracle"
 SEEDS = range(3)  # of `random`, whose results are averaged
 SHARE = "a share above 0 and at most 1, as snapkv@0.5"
-OPTIONS = "options as in snapkv(window=32,pool=max)@0.5"
+OPTIONS_FORM = "options as in snapkv(window=32,pool=max)@0.5"
 BY_SHARE = "budget", "keep", "blend"  # a policy's share fills these options of scorers
-BUDGETS = "uniform", "ada", "pyramid"
+BUDGET_NAMES = "uniform", "ada", "pyramid"
 SchemePair = tuple[str, Any, Any]  # a name, the scheme of keys, the scheme of values
 
 
@@ -103,7 +103,7 @@ def make_plan(
     if evict is None:
         chosen = list_schemes(schemes)
         return StudyPlan(chosen, [], [name for name, *_ in chosen])
-    text("budget", budget, BUDGETS)
+    text("budget", budget, BUDGET_NAMES)
     judge = None if judge is None else integer("judge", judge, 1)
     entries: list[SchemePair | Policy] = [entry_of(each) for each in items_of(evict)]
     if schemes is not None:
@@ -126,7 +126,7 @@ def make_plan(
 def items_of(evict: Any) -> list[Any]:
     """Return the entries of a list, or of a text with commas between entries."""
     if not isinstance(evict, (str, Sequence)):
-        raise argument_error("evict", f"a text or a sequence, of {FORM}", describe(evict))
+        raise argument_error("evict", f"a text or a sequence, of {POLICY_FORM}", describe(evict))
     items = COMMAS.split(evict) if isinstance(evict, str) else list(evict)
     items = [each.strip() if isinstance(each, str) else each for each in items]
     return [each for each in items if not isinstance(each, str) or each]
@@ -139,15 +139,15 @@ def entry_of(item: Any) -> SchemePair | Policy:
         name = getattr(function, "__name__", type(function).__name__)
         return Policy(f"{name}@{share_text(share)}", function, share, {})
     if not isinstance(item, str):
-        raise argument_error("evict", f"{FORM}; or (function, share)", describe(item))
+        raise argument_error("evict", f"{POLICY_FORM}; or (function, share)", describe(item))
     if item == NONE:
         return (NONE, *UNCODED)
-    found = PARTS.fullmatch(item)
+    found = POLICY.fullmatch(item)
     if found is None:
         word = re.split("[(@]", item)[0]
         if word in SCORERS or word in (ORACLE, RANDOM):
             wanted = SHARE if "@" in item else f"a share of the tokens to keep, as {word}@0.5"
-            wanted = wanted if item.count("(") == item.count(")") else OPTIONS
+            wanted = wanted if item.count("(") == item.count(")") else OPTIONS_FORM
             raise argument_error("evict", wanted, brief(item))
         return (item, *key_and_value_schemes(item))
     share, scheme = share_of(found["share"], item), found["scheme"]
@@ -191,7 +191,7 @@ def options_of(words: str | None, item: str) -> dict[str, Any]:
     for part in filter(None, (words or "").split(",")):
         name, sign, value = (each.strip() for each in part.partition("="))
         if not sign or not name.isidentifier():
-            raise argument_error("evict", OPTIONS, brief(item))
+            raise argument_error("evict", OPTIONS_FORM, brief(item))
         try:
             found[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
@@ -243,7 +243,7 @@ class PolicyParts(NamedTuple):
 
 def parts_of(name: str) -> PolicyParts | None:
     """Return the parts of a policy's name; None for other names, such as those of schemes."""
-    found = PARTS.fullmatch(name)
+    found = POLICY.fullmatch(name)
     try:
         scorer = found and name[: found.start("share") - 1]
         return found and PolicyParts(scorer or "", float(found["share"]), found["scheme"] or "")

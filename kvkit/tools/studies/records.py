@@ -9,7 +9,7 @@ from kvkit.tools.studies.policies import ORACLE, parts_of
 
 THRESHOLD = 0.1
 WORST = 3  # how many of the worst heads are named
-Row = dict[str, Any]
+TableRow = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,9 @@ class StudyRecord:
     num_kv_heads: int
     tokens: int
     summary: list[Summary]
-    rows: list[Row] = field(repr=False)
-    outliers: list[Row] = field(repr=False)
-    channels: list[Row] = field(repr=False)
+    rows: list[TableRow] = field(repr=False)
+    outliers: list[TableRow] = field(repr=False)
+    channels: list[TableRow] = field(repr=False)
     notes: tuple[str, ...] = ()
     threshold: float = THRESHOLD
 
@@ -140,7 +140,7 @@ class StudyRecord:
         """Return whether there are policies but no queries, without which their cost is unknown."""
         return self.evicts and not self.by_attention
 
-    def worst(self, scheme: str, count: int = WORST) -> list[Row]:
+    def worst(self, scheme: str, count: int = WORST) -> list[TableRow]:
         """Return the worst heads of a scheme: by divergence if there were queries, otherwise by error."""
         own = [row for row in self.rows if row["scheme"] == scheme]
         by = "kl" if any("kl" in row for row in own) else "relative_rms"

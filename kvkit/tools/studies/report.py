@@ -15,7 +15,7 @@ from kvkit.files.paths import name_in_errors
 from kvkit.files.replace import replacing
 from kvkit.tools.studies import plots
 from kvkit.tools.studies.records import StudyRecord
-from kvkit.tools.studies.words import Table, deciding_columns, table, table_of_heads, worst_heads
+from kvkit.tools.studies.words import TextTable, deciding_columns, table, table_of_heads, worst_heads
 
 REPORTS = "study.json", "report.md", "report.html"
 CAPTIONS = {
@@ -121,7 +121,7 @@ def markdown(study: StudyRecord, pictures: list[str]) -> str:
     return "\n".join(lines)
 
 
-def sortable(cells: Table) -> str:
+def sortable(cells: TextTable) -> str:
     """Return an HTML table that a click on a heading sorts."""
     (heads, rows), escape = cells, html.escape
     marks = ["" if name in deciding_columns(heads) else " class=more" for name in heads]  # of wide pages only

@@ -17,7 +17,7 @@ from kvkit.rope import Rope
 from kvkit.tools.readers import LayerReader, open_cache
 from kvkit.tools.studies import evicting, measures, report
 from kvkit.tools.studies.policies import make_plan
-from kvkit.tools.studies.records import THRESHOLD, WORST, Row, StudyRecord, Summary
+from kvkit.tools.studies.records import THRESHOLD, WORST, StudyRecord, Summary, TableRow
 from kvkit.tools.studies.schemes import fitting_schemes
 from kvkit.tools.studies.words import table, worst_heads
 from kvkit.tools.tasks import Lazy, Mapper
@@ -188,9 +188,9 @@ class StudiedLayer:
     heads: int
     tokens: int
     elements: int
-    outliers: list[Row]
+    outliers: list[TableRow]
     channels: np.ndarray  # mean magnitudes of keys [heads, dim]
-    rows: list[Row]
+    rows: list[TableRow]
     bits: dict[str, float]  # {scheme: stored bits}
     sums: dict[str, np.ndarray]  # {scheme: [side, (sum of squared errors, sum of squares)]}
 
@@ -202,8 +202,8 @@ def study_layer(source: Lazy, plan: Lazy, title: str, i: int) -> StudiedLayer:
     check_tokens(layer)
     if layer.value_dim and chosen.policies:
         raise argument_error("evict", "no policies, for latent rows", "policies")
-    rows: list[Row] = []
-    outliers: list[Row] = []
+    rows: list[TableRow] = []
+    outliers: list[TableRow] = []
     found: dict[str, evicting.Measured] = {}
     with ThreadPoolExecutor(min(len(chosen.names) + 1, os.cpu_count() or 1)) as threads:
         where = [f"{name}, {layer.name}, {side}" for side in layer.sides]
@@ -252,7 +252,7 @@ def study_scheme(layer: LayerReader, name: str, *schemes: Any, judge: int | None
     In a study with policies, `judge` is the number of queries that measure the error, and rows say that all
     tokens are kept.
     """
-    found: list[Row] = []
+    found: list[TableRow] = []
     kept = {} if judge is None else {"weight_kept": 1.0, "tokens_kept": layer.key.tokens}
     stored, sums = 0, []
     try:
@@ -266,7 +266,7 @@ def study_scheme(layer: LayerReader, name: str, *schemes: Any, judge: int | None
         if layer.value_dim:  # a latent row has the scheme of keys
             sums, schemes = sums * 2, schemes[:1] * 2
         if layer.queries is not None:
-            by_head = measures.attention_errors(layer, *schemes, judge=judge or measures.QUERIES)
+            by_head = measures.attention_errors(layer, *schemes, judge=judge or measures.JUDGING)
             found += [{"head": h, "side": "attention", **row, **kept} for h, row in enumerate(by_head)]
     except KvkitError as error:
         raise KvkitError(f"{name}, {layer.name}: {error}") from error
@@ -276,7 +276,7 @@ def study_scheme(layer: LayerReader, name: str, *schemes: Any, judge: int | None
     return evicting.Measured(found, stored, np.array(sums))
 
 
-def summary_of(name: str, rows: list[Row], layers: list[StudiedLayer]) -> Summary:
+def summary_of(name: str, rows: list[TableRow], layers: list[StudiedLayer]) -> Summary:
     """Summarize one scheme over the rows of all layers, heads and sides."""
     own = [row for row in rows if row["scheme"] == name]
     sides = [row for row in own if row["side"] != "attention"]
@@ -284,7 +284,7 @@ def summary_of(name: str, rows: list[Row], layers: list[StudiedLayer]) -> Summar
     bits = sum(layer.bits[name] for layer in layers)
     total = sum(layer.sums[name] for layer in layers)
 
-    def mean(of: str, among: list[Row]) -> float | None:
+    def mean(of: str, among: list[TableRow]) -> float | None:
         numbers = [row[of] for row in among if row.get(of) is not None]
         return float(np.mean(numbers)) if numbers else None
 

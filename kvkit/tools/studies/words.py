@@ -8,7 +8,7 @@ from typing import Any
 from kvkit.tools.studies.policies import ORACLE, RANDOM, parts_of
 from kvkit.tools.studies.records import StudyRecord, Summary
 
-Table = tuple[tuple[str, ...], list[tuple[str, ...]]]  # headings, and rows
+TextTable = tuple[tuple[str, ...], list[tuple[str, ...]]]  # headings, and rows
 NO_POLICY = " (no policy)"
 COLUMNS = {  # {field: (heading, format of its numbers)}, the most important first
     "bits": ("bits", ".2f"), "bytes_per_token": ("bytes a token", ",.0f"),
@@ -32,7 +32,7 @@ DECIDING = (  # columns on a narrow screen: the first of these lists of which a 
 )  # fmt: skip
 
 
-def table(summary: list[Summary], wide: bool = True) -> Table:
+def table(summary: list[Summary], wide: bool = True) -> TextTable:
     """Return the table of schemes; `wide` adds columns for pages."""
     rows = [{"scheme": one.scheme + NO_POLICY * one.is_oracle, **cells(measured(one))} for one in summary]
     evicts = any(one.evicts for one in summary)
@@ -52,7 +52,7 @@ def deciding_columns(headings: tuple[str, ...]) -> tuple[str, ...]:
     return next((names for names in DECIDING if set(names) <= set(headings)), headings)
 
 
-def table_of_heads(study: StudyRecord) -> Table:
+def table_of_heads(study: StudyRecord) -> TextTable:
     """Return the table of heads: a row for each scheme, layer, head and side (with eviction: attention)."""
     ratios = {(one["layer"], one["head"], one["side"]): one["ratio"] for one in study.outliers}
     rows = []
@@ -75,7 +75,7 @@ def cells(numbers: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def filled_columns(rows: list[dict[str, str]]) -> Table:
+def filled_columns(rows: list[dict[str, str]]) -> TextTable:
     """Return a table of rows {heading: cell}, without columns that are empty in all rows."""
     names = [name for name in rows[0] if any(row[name] for row in rows)]
     return tuple(names), [tuple(row[name] for name in names) for row in rows]

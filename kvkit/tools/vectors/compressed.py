@@ -7,7 +7,7 @@ import numpy as np
 from numpy.random import Generator
 
 from kvkit.reference.compressed import compress_tokens
-from kvkit.tools.vectors.draws import FLOATS, NAN, Call, Sizes, plain
+from kvkit.tools.vectors.draws import FP_TYPES, NAN, Call, Sizes, plain
 from kvkit.tools.vectors.latent import ATTENTION, pool_of
 from kvkit.typed import Array
 
@@ -27,17 +27,17 @@ def compression(
     (ratio, overlap), dim = RATIOS[kind], dim or 5 * sizes.dim
     width, ring, slots = dim * (1 + overlap), ratio * (1 + overlap), [2, 0, 5, 3, 7, 6][: len(new)]
     fixed: dict[str, Any] = {
-        "ape": plain(rng, (ratio, width), FLOATS["fp32"]),
+        "ape": plain(rng, (ratio, width), FP_TYPES["fp32"]),
         "ratio": ratio,
         "overlap": overlap,
     }
-    fixed |= {"norm_weight": 1 + plain(rng, (dim,), FLOATS["fp32"]) / 4}
+    fixed |= {"norm_weight": 1 + plain(rng, (dim,), FP_TYPES["fp32"]) / 4}
     rope = {"rotary_dim": ROPE if dim == DIM else sizes.dim, "theta": 1.6e5, "interleaved": True}
     state = np.full((9, ring, 2, width), NAN, np.float32)
 
     def tokens(counts: tuple[int, ...]) -> dict[str, Any]:
         names = "kv", "gate"
-        arrays = {name: plain(rng, (sum(counts), width), FLOATS[dtype]) for name in names}
+        arrays = {name: plain(rng, (sum(counts), width), FP_TYPES[dtype]) for name in names}
         return arrays | {"starts": np.cumsum([0, *counts]).astype(np.int32)}
 
     before = tokens(tuple(min(past, ring) for past in pasts))
@@ -57,7 +57,7 @@ def compression(
 def compress(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
     """Yield (name, call) of the suite `v4-compress`: prompts in chunks, boundaries, padding, slots, bytes."""
     for kind, (ratio, _) in RATIOS.items():
-        for dtype in FLOATS:
+        for dtype in FP_TYPES:
             yield f"prompt257-{kind}-{dtype}", compression(rng, sizes, kind, dtype, (0,), (257,))
         yield f"chunk100-{kind}", compression(rng, sizes, kind, new=(100, 100))
         yield f"chunk1024-after100-{kind}", compression(rng, sizes, kind, pasts=(100, 0), new=(1024, 3))
@@ -102,7 +102,7 @@ def decode(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
                 name = f"{kind}-heads{heads}-{'bytes' if format else 'bf16'}"
                 yield name, attention(rng, kind, heads, format)
     rope = {"rotary_dim": ROPE, "theta": 1.6e5, "interleaved": True}
-    for dtype, kind in FLOATS.items():
+    for dtype, kind in FP_TYPES.items():
         inputs = {"output": plain(rng, (len(CONTEXTS), sizes.heads, DIM), kind)}
         inputs["positions"] = np.array(CONTEXTS, np.int32) - 1
         yield f"back-{dtype}", Call("rope_back", inputs, {"rope": rope})
@@ -110,7 +110,7 @@ def decode(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
 
 def attention(rng: Generator, kind: str, heads: int, format: str | None) -> Call:
     """Return a call of attention of one token of each context to its window, and to compressed rows."""
-    dtype, contexts = FLOATS["bf16"], np.array(CONTEXTS)
+    dtype, contexts = FP_TYPES["bf16"], np.array(CONTEXTS)
 
     def side(counts: Array, ready: Array) -> tuple[dict[str, Any], Array]:
         """Return a pool of a block for each context, and the chosen slots of each query."""
@@ -125,7 +125,7 @@ def attention(rng: Generator, kind: str, heads: int, format: str | None) -> Call
     near = np.minimum(contexts, WINDOW)
     pool, indices = side(near, near)
     inputs = {"query": plain(rng, (len(contexts), heads, DIM), dtype), "latent": pool.pop("latent")}
-    inputs |= {"indices": indices, "sinks": plain(rng, (heads,), FLOATS["fp32"])}
+    inputs |= {"indices": indices, "sinks": plain(rng, (heads,), FP_TYPES["fp32"])}
     if kind != "window":
         ready = contexts // RATIOS[kind][0]
         extra, chosen = side(np.minimum(ready, CHOSEN), ready)

@@ -13,7 +13,7 @@ from kvkit.checks.values import integer
 from kvkit.errors import KvkitError
 from kvkit.typed import Array
 
-FLOATS = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
+FP_TYPES = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 NAN = np.nan
 
 
@@ -27,7 +27,7 @@ class Call(NamedTuple):
 
 
 # {a size: (its field in `Sizes` and in packs, the least)}
-SIZES = {
+SIZES_BY_NAME = {
     "num_kv_heads": ("heads", 1),
     "head_dim": ("dim", 16),
     "page_size": ("page", 1),
@@ -49,9 +49,9 @@ class Sizes:
         """Return the requested sizes, and defaults for the others; raise for unknown or small ones."""
         sizes = {}
         for name, size in (shapes or {}).items():
-            if name not in SIZES:
-                raise KvkitError(f"shapes: expected some of {', '.join(SIZES)}, got {name!r}")
-            field, least = SIZES[name]
+            if name not in SIZES_BY_NAME:
+                raise KvkitError(f"shapes: expected some of {', '.join(SIZES_BY_NAME)}, got {name!r}")
+            field, least = SIZES_BY_NAME[name]
             sizes[field] = integer(f"shapes: {name}", size, least)
         if sizes.get("dim", 16) % 16:
             raise KvkitError(f"shapes: head_dim: expected a multiple of 16, got {sizes['dim']}")

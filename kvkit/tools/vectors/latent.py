@@ -9,18 +9,18 @@ import numpy as np
 from numpy.random import Generator
 
 from kvkit.formats import encode
-from kvkit.tools.vectors.draws import FLOATS, NAN, Call, Sizes, plain
+from kvkit.tools.vectors.draws import FP_TYPES, NAN, Call, Sizes, plain
 from kvkit.typed import Array
 
 LATENT, ROPE, DS_V4_CODES = 512, 64, 448  # elements of the latent and the rotary part; of codes in 584 bytes
 DS_V4_DATA = 576  # bytes of codes and rotary part in a row of 584; blocks are padded to a multiple
 UNREAD = 2147480000  # a page id in entries of tables that must not be read
-HEADS = ((16, 1), (16, 4), (64, 2), (128, 1), (128, 3))  # query heads, queries of each sequence
+HEAD_PAIRS = ((16, 1), (16, 4), (64, 2), (128, 1), (128, 3))  # query heads, queries of each sequence
 SCALE = 192**-0.5  # 1 / sqrt(size of an expanded head)
-BYTES = {"656": "ds_mla", "656-powers": "ds_mla:p2", "584": "ds_v4"}
+ROW_FORMATS = {"656": "ds_mla", "656-powers": "ds_mla:p2", "584": "ds_v4"}
 ATTENTION = "mla_attention"
 IN_FLOAT64 = ATTENTION, "indexer_scores"  # operators whose expected results are not rounded
-CHOSEN = 9  # indices for each query
+CHOSEN_ROWS = 9  # indices for each query
 
 
 def pool_of(rows: Array, used: Array, format: str | None) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def dense_attention(
 
     With `two_pools` the rotary parts of rows are a pool of their own.
     """
-    page, dim, kind = sizes.page, width_of(format), FLOATS[dtype]
+    page, dim, kind = sizes.page, width_of(format), FP_TYPES[dtype]
     lengths = np.array(sizes.each(page + 3, 0, 2 * page + 1, max(page, queries)), np.int32)
     counts = -(-lengths // page)
     ids, table = rng.permutation(int(counts.sum()) + 1), np.full((len(lengths), max(counts) + 1), UNREAD)
@@ -66,7 +66,7 @@ def dense_attention(
     inputs = {"query": plain(rng, (len(lengths) * queries, heads, dim), kind), "latent": pool.pop("latent")}
     inputs |= {"block_tables": table.astype(np.int32), "context_lens": lengths}
     inputs["query_starts"] = np.arange(len(lengths) + 1) * queries
-    inputs |= {"sinks": plain(rng, (heads,), FLOATS["fp32"])} if sinks else {}
+    inputs |= {"sinks": plain(rng, (heads,), FP_TYPES["fp32"])} if sinks else {}
     inputs |= {"rope_cache": pool.pop("rope_cache")} if two_pools else {}
     return Call(ATTENTION, inputs, {"softmax_scale": SCALE, "return_lse": True} | pool | more)
 
@@ -80,11 +80,11 @@ def sparse_attention(
     The last query has none. With `lens` each query has its own number of indices. With `extra` there are rows
     of a second pool.
     """
-    tokens, dim, kind = sizes.batch * queries, width_of(format), FLOATS[dtype]
+    tokens, dim, kind = sizes.batch * queries, width_of(format), FP_TYPES[dtype]
 
     def side(blocks: int) -> tuple[dict[str, Any], Array]:
         slots = blocks * sizes.page
-        chosen = rng.integers(0, slots, (tokens, CHOSEN)).astype(np.int32)
+        chosen = rng.integers(0, slots, (tokens, CHOSEN_ROWS)).astype(np.int32)
         chosen[rng.random(chosen.shape) < 0.2] = -1
         chosen[0, 1], chosen[0, 2:4] = slots + 7, chosen[0, 0]  # outside of the pool, and repeated
         chosen[-1] = -1
@@ -95,11 +95,11 @@ def sparse_attention(
     pool, chosen = side(5)
     inputs = {"query": plain(rng, (tokens, heads, dim), kind), "latent": pool.pop("latent")}
     inputs["indices"] = chosen
-    inputs |= {"index_lens": rng.integers(1, CHOSEN + 1, tokens).astype(np.int32)} if lens else {}
-    inputs |= {"sinks": plain(rng, (heads,), FLOATS["fp32"])} if sinks else {}
+    inputs |= {"index_lens": rng.integers(1, CHOSEN_ROWS + 1, tokens).astype(np.int32)} if lens else {}
+    inputs |= {"sinks": plain(rng, (heads,), FP_TYPES["fp32"])} if sinks else {}
     if extra:
         second, others = side(3)
-        counts = rng.integers(0, CHOSEN + 1, tokens).astype(np.int32) if lens else None
+        counts = rng.integers(0, CHOSEN_ROWS + 1, tokens).astype(np.int32) if lens else None
         inputs["extra"] = second["latent"], others, counts
     return Call(ATTENTION, inputs, {"softmax_scale": SCALE, "return_lse": True} | pool | more)
 
@@ -108,7 +108,7 @@ def append_rows(
     rng: Generator, sizes: Sizes, dtype: str = "bf16", format: str | None = None, two_pools: bool = False,
 ) -> Call:  # fmt: skip
     """Return a call that appends rows to slots in any order, one of them negative."""
-    kind, dim = FLOATS[dtype], width_of(format)
+    kind, dim = FP_TYPES[dtype], width_of(format)
     used = np.zeros((3, sizes.page), bool)
     cache = pool_of(plain(rng, (*used.shape, dim), kind), used, format)["latent"]
     slots = rng.permutation(used.size)[: max(1, used.size // 2)].astype(np.int32)
@@ -122,7 +122,7 @@ def append_rows(
 
 def projections(rng: Generator, sizes: Sizes, dtype: str) -> Iterator[tuple[str, Call]]:
     """Yield (name, call) of `mla_absorb` and `mla_expand`."""
-    kind, heads = FLOATS[dtype], sizes.heads
+    kind, heads = FP_TYPES[dtype], sizes.heads
     query = plain(rng, (sizes.batch, heads, 128), kind)
     inputs = {"query": query, "w_uk": plain(rng, (heads, 128, 32), kind)}
     yield f"absorb-{dtype}", Call("mla_absorb", inputs, {})
@@ -133,9 +133,9 @@ def projections(rng: Generator, sizes: Sizes, dtype: str) -> Iterator[tuple[str,
 
 def mla_dense(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
     """Yield (name, call) of the suite `mla-dense`: floats in one pool or two."""
-    for heads, queries in HEADS:
+    for heads, queries in HEAD_PAIRS:
         yield f"heads{heads}-queries{queries}", dense_attention(rng, sizes, heads, queries)
-    for dtype in FLOATS:
+    for dtype in FP_TYPES:
         yield f"attention-{dtype}", dense_attention(rng, sizes, 16, 3, dtype)
         yield f"append-{dtype}", append_rows(rng, sizes, dtype)
         yield from projections(rng, sizes, dtype)
@@ -152,26 +152,26 @@ def mla_dense(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
 def coded(rng: Generator, sizes: Sizes, names: tuple[str, ...]) -> Iterator[tuple[str, Call]]:
     """Yield (name, call) of the suites `mla-ds656` and `mla-ds584`: rows are bytes of these formats."""
     for name in names:
-        format = BYTES[name]
+        format = ROW_FORMATS[name]
         dense = partial(dense_attention, rng, sizes, format=format)
         chosen = partial(sparse_attention, rng, sizes, format=format)
-        for heads, queries in HEADS:
+        for heads, queries in HEAD_PAIRS:
             yield f"{name}-heads{heads}-queries{queries}", dense(heads, queries)
         yield f"{name}-fp32", dense(16, 2, "fp32")
         yield f"{name}-sinks", dense(16, 2, sinks=True, lse_of_sinks=False)
         yield f"{name}-chosen", chosen(16, 2, lens=True)
         yield f"{name}-extra", chosen(64, 1, extra=True, sinks=True)
         yield f"{name}-append", append_rows(rng, sizes, format=format)
-    twice = append_rows(rng, sizes, format=BYTES[names[0]])
+    twice = append_rows(rng, sizes, format=ROW_FORMATS[names[0]])
     twice.inputs["slot_mapping"][:] = 1
     yield "slot-twice-refused", twice
 
 
 def dsa_sparse(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
     """Yield (name, call) of the suite `dsa-sparse`: chosen rows of one pool or two."""
-    for heads, queries in HEADS:
+    for heads, queries in HEAD_PAIRS:
         yield f"heads{heads}-queries{queries}", sparse_attention(rng, sizes, heads, queries)
-    for dtype in FLOATS:
+    for dtype in FP_TYPES:
         yield f"lens-{dtype}", sparse_attention(rng, sizes, 16, 2, dtype, lens=True)
         yield f"extra-{dtype}", sparse_attention(rng, sizes, 16, 2, dtype, extra=True, lens=True)
     for lse_of_sinks in (True, False):
@@ -181,7 +181,7 @@ def dsa_sparse(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
 
 def dsa_indexer(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
     """Yield (name, call) of the suite `dsa-indexer`: scores of 64 heads, and the rows that they choose."""
-    for dtype in (*FLOATS, "e4m3"):
+    for dtype in (*FP_TYPES, "e4m3"):
         for queries in (1, 3):
             yield f"scores-{dtype}-queries{queries}", index_scores(rng, sizes, dtype, queries)
     for k in (1, 5, 64):

@@ -46,10 +46,10 @@ ROUNDING = (
 )
 EXACT = {"atol": 0.0, "rtol": 0.0, "reason": "bytes are moved, or made by a recipe that says every rounding"}
 IN_FLOAT64 = (*latent.IN_FLOAT64, *recurrent.IN_FLOAT64, *compressed.IN_FLOAT64)
-STORED = "state", "row_of_token"  # outputs that have their own type
+IN_PLACE = "state", "row_of_token"  # outputs that have their own type
 TOLERANCES = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}  # {dtype of a result: tolerance}
 REASON = "float64 reference; sums in float32, one rounding to {}: an error of {} times max(1, |expected|)"
-CODES = "; over codes a kernel may leave out a rounding of keys, which moves a score by its share of them"
+IF_CODED = "; over codes a kernel may leave out a rounding of keys, which moves a score by its share of them"
 LSE = {"atol": 2e-5, "rtol": 2e-5, "reason": "float64 reference; sums in float32"}
 
 
@@ -178,7 +178,8 @@ def case_of(folder: Path, name: str, call: Call, raw: bool) -> dict[str, Any]:
     results = tuple(result for result in results if not any(result is after[name] for name in inout))
     for output, result in zip(names, results, strict=False):
         dtype = type_of(output, inputs, attributes)
-        stored = result.astype(np.float64 if operator in IN_FLOAT64 and output.name not in STORED else dtype)
+        wide = operator in IN_FLOAT64 and output.name not in IN_PLACE
+        stored = result.astype(np.float64 if wide else dtype)
         outputs[output.name] = call_log.write_array(folder, f"{name}/expected-{output.name}", stored, raw)
         if stored.dtype != dtype:
             outputs[output.name]["result_dtype"] = dtype.name
@@ -216,7 +217,7 @@ def tolerance_of_state(operator: str, dtype: np.dtype[Any]) -> dict[str, Any]:
     """Return the tolerance of an argument that changes: bytes are moved, but states are computed."""
     if "gated_delta" not in operator:
         return EXACT
-    return recurrent.STATE if dtype == np.float32 else recurrent.NARROW_STATE
+    return recurrent.STATED if dtype == np.float32 else recurrent.NARROW_STATE
 
 
 def exact(operator: str) -> bool:
@@ -240,5 +241,5 @@ def tolerance(
     size = 2**-8 if operator in recurrent.IN_FLOAT64 and dtype.itemsize == 2 else TOLERANCES[dtype.name]
     reason = REASON.format(dtype.name, size)
     if coded:
-        return {"atol": 2 * size + 2e-3, "rtol": 2 * size, "reason": reason + CODES}
+        return {"atol": 2 * size + 2e-3, "rtol": 2 * size, "reason": reason + IF_CODED}
     return {"atol": size, "rtol": size, "reason": reason}

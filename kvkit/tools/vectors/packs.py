@@ -18,11 +18,11 @@ from kvkit.files.paths import no_such_file
 from kvkit.runtime.call_log import FORMAT_VERSION, MANIFEST
 from kvkit.typed import Array, FilePath
 
-Case = dict[str, Any]  # a case of a manifest
+Entry = dict[str, Any]  # a case of a manifest
 # {(operator, an argument's name in older packs): its name}
 OLDER_NAMES = {(each, "scale"): "softmax_scale" for each in ("mla_attention", "indexer_scores")}
-GROUPS = "arguments", "outputs", "after"
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")  # names become file names
+ARRAY_GROUPS = "arguments", "outputs", "after"
+FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")  # names become file names
 
 
 def manifests(folder: FilePath) -> list[Path]:
@@ -65,13 +65,13 @@ def manifest(folder: FilePath) -> dict[str, Any]:
 
 def wrong_in_case(case: Any) -> str:
     """Return what is wrong with the form of a case; "" if nothing is."""
-    parts: list[Any] = [case.get(key) for key in GROUPS] if isinstance(case, dict) else [None]
+    parts: list[Any] = [case.get(key) for key in ARRAY_GROUPS] if isinstance(case, dict) else [None]
     if not all(isinstance(part, dict) and all(isinstance(v, dict) for v in part.values()) for part in parts):
         return "a case without arguments, outputs or after"
     if not isinstance(case.get("name"), str) or not isinstance(case.get("operator"), str):
         return "a case without a name or an operator"
     for name in (case["name"], *(name for part in parts for name in part)):
-        if not NAME.fullmatch(name):
+        if not FILE_NAME.fullmatch(name):
             return f"{brief(repr(name))} is no name of a case or an array"
     unchanged = case.get("unchanged", [])
     if not isinstance(unchanged, list) or not all(isinstance(name, str) for name in unchanged):
@@ -92,9 +92,9 @@ def wrong_in_case(case: Any) -> str:
     return ""
 
 
-def entries(case: Case) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def entries(case: Entry) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield (group, name, entry) of every array of a case."""
-    for group in GROUPS:
+    for group in ARRAY_GROUPS:
         for name, entry in case.get(group, {}).items():
             if "file" in entry:
                 yield group, name, entry
@@ -135,7 +135,7 @@ def array(folder: FilePath, entry: dict[str, Any], path: Path | None = None) -> 
         raise FileError(f"{path}: no such file: make the pack again") from None
 
 
-def arguments(folder: FilePath, case: Case) -> dict[str, Any]:
+def arguments(folder: FilePath, case: Entry) -> dict[str, Any]:
     """Load the arguments of a case by name; NAME.0, NAME.1 and so on become a tuple."""
     found: dict[str, Any] = {}
     for stored, entry in case["arguments"].items():

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
-from kvkit.tools.vectors.draws import FLOATS, NAN, Call, Sizes, plain
+from kvkit.tools.vectors.draws import FP_TYPES, NAN, Call, Sizes, plain
 from kvkit.typed import Array
 
 ATTENTION_CASES: dict[str, dict[str, Any]] = {  # {name: options of pool_attention}
@@ -15,12 +15,12 @@ ATTENTION_CASES: dict[str, dict[str, Any]] = {  # {name: options of pool_attenti
     "alibi": {"alibi": True}, "codes": {"codes": True},
 }  # fmt: skip
 KVHEAD, KVHEAD_ROPE, OMNI = 1, 2, 3  # Ascend's compress_type
-COMPRESSED = {"kvhead": KVHEAD, "kvhead-rope": KVHEAD_ROPE, "omni": OMNI}
+COMPRESSION_MODES = {"kvhead": KVHEAD, "kvhead-rope": KVHEAD_ROPE, "omni": OMNI}
 
 
 def pages(rng: Generator, sizes: Sizes, dtype: str = "fp16") -> tuple[Array, Array, Array, Array]:
     """Return (key_cache, value_cache, block_tables, lengths); rows without a token are NaN."""
-    kind, page = FLOATS[dtype], sizes.page
+    kind, page = FP_TYPES[dtype], sizes.page
     lengths = sizes.each(page + 1, page, 1, 2 * page + 1)
     counts = [-(-length // page) for length in lengths]
     ids, blocks = rng.permutation(sum(counts) + 2), sum(counts) + 2
@@ -40,7 +40,7 @@ def reshape_and_cache(rng: Generator, sizes: Sizes, dtype: str = "fp16") -> Call
     key_cache, value_cache, *_ = pages(rng, sizes, dtype)
     slots = rng.permutation(key_cache.shape[0] * sizes.page)[:7].astype(np.int32)
     slots[[1, 4]] = -1
-    key, value = (plain(rng, (len(slots), sizes.heads, sizes.dim), FLOATS[dtype]) for _ in range(2))
+    key, value = (plain(rng, (len(slots), sizes.heads, sizes.dim), FP_TYPES[dtype]) for _ in range(2))
     key[4] = NAN
     inputs = {"key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache}
     return Call("ascend.reshape_and_cache", inputs | {"slot_mapping": slots}, {})
@@ -49,7 +49,7 @@ def reshape_and_cache(rng: Generator, sizes: Sizes, dtype: str = "fp16") -> Call
 def store_nz(rng: Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
     """Make the call of `reshape_and_cache` for caches whose blocks are in NZ."""
     name, inputs, *_ = reshape_and_cache(rng, sizes, dtype)
-    n0 = 32 // FLOATS[dtype].itemsize
+    n0 = 32 // FP_TYPES[dtype].itemsize
     for cache in ("key_cache", "value_cache"):
         rows = inputs[cache].reshape(*inputs[cache].shape[:2], -1, n0)
         inputs[cache] = np.ascontiguousarray(rows.swapaxes(1, 2))
@@ -58,7 +58,7 @@ def store_nz(rng: Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
 
 def store_compressed(rng: Generator, sizes: Sizes, mode: int, dtype: str = "fp16") -> Call:
     """Make a call that stores compressed heads. Dropped tokens are NaN; a skipped head has slot -1."""
-    lengths, heads, kind = sizes.each(6, 9, 5), sizes.heads, FLOATS[dtype]
+    lengths, heads, kind = sizes.each(6, 9, 5), sizes.heads, FP_TYPES[dtype]
     dim = -(-sizes.dim // 32) * 32  # these modes need a multiple of 32
     runs, starts = len(lengths) * heads, np.cumsum([0, *lengths])
     wins, offsets = rng.integers(1, 4, runs), rng.integers(0, 3, runs)
@@ -98,7 +98,7 @@ def block_copy(rng: Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
 
 def matrices(rng: Generator, dtype: str = "fp16") -> Call:
     """Make a call that converts matrices of odd sizes."""
-    return Call("ascend.nd_to_nz", {"x": plain(rng, (2, 19, 37), FLOATS[dtype])}, {})
+    return Call("ascend.nd_to_nz", {"x": plain(rng, (2, 19, 37), FP_TYPES[dtype])}, {})
 
 
 def ascend_attention(
@@ -107,19 +107,19 @@ def ascend_attention(
     """Make a call of attention with one decoded token for each sequence."""
     key_cache, value_cache, table, lengths = pages(rng, sizes, dtype)
     heads = groups * sizes.heads
-    inputs = {"query": plain(rng, (len(lengths), heads, sizes.dim), FLOATS[dtype]), "key_cache": key_cache}
+    inputs = {"query": plain(rng, (len(lengths), heads, sizes.dim), FP_TYPES[dtype]), "key_cache": key_cache}
     inputs |= {"value_cache": value_cache, "block_tables": table, "context_lens": lengths}
     if sinks:
-        inputs["sinks"] = plain(rng, (heads,), FLOATS[dtype])
+        inputs["sinks"] = plain(rng, (heads,), FP_TYPES[dtype])
     return Call("ascend.paged_attention", inputs, {"return_lse": True} | more)
 
 
 def ascend(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
     """Yield (name, call) of the suite `ascend`."""
-    for dtype in FLOATS:
+    for dtype in FP_TYPES:
         yield f"store-{dtype}", reshape_and_cache(rng, sizes, dtype)
         yield f"store-nz-{dtype}", store_nz(rng, sizes, dtype)
-        for name, mode in COMPRESSED.items():
+        for name, mode in COMPRESSION_MODES.items():
             yield f"store-{name}-{dtype}", store_compressed(rng, sizes, mode, dtype)
         yield f"load-{dtype}", paged_load(rng, sizes, dtype)
         yield f"copy-{dtype}", block_copy(rng, sizes, dtype)
@@ -148,7 +148,7 @@ def pool_attention(
 ) -> Call:  # fmt: skip
     """Make a call of attention over pools of pages, with one query for each sequence or `new_tokens`."""
     _, inputs, attributes, _ = ascend_attention(rng, sizes, dtype, **more)
-    sinks, lengths, kind = inputs.pop("sinks", None), inputs["context_lens"], FLOATS[dtype]
+    sinks, lengths, kind = inputs.pop("sinks", None), inputs["context_lens"], FP_TYPES[dtype]
     if new_tokens is not None:
         new_tokens = sizes.each(*new_tokens)
         inputs["query"] = plain(rng, (sum(new_tokens), *inputs["query"].shape[1:]), kind)
@@ -188,7 +188,7 @@ def swap_blocks(rng: Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
 
 def paged(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
     """Yield (name, call) of the suite `paged`: pools of pages, as engines have them."""
-    for dtype in FLOATS:
+    for dtype in FP_TYPES:
         for name, more in ATTENTION_CASES.items():
             yield f"{name}-{dtype}", pool_attention(rng, sizes, dtype, **more)
         for layout in ("b n h c", "b h n c"):

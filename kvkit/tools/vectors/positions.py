@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
-from kvkit.tools.vectors.draws import FLOATS, NAN, Call, Sizes, plain
+from kvkit.tools.vectors.draws import FP_TYPES, NAN, Call, Sizes, plain
 from kvkit.typed import Array
 
 ROTATIONS: dict[str, dict[str, Any]] = {
@@ -32,8 +32,8 @@ def static_rotation(
 ) -> Call:  # fmt: skip
     """Return a call over five tokens, perhaps with padding before some sequences or with given tables."""
     shape = sizes.batch, 5, sizes.heads, sizes.dim
-    inputs: dict[str, Any] = {"query": plain(rng, (*shape[:2], 2 * sizes.heads, sizes.dim), FLOATS[dtype])}
-    inputs |= {"key": plain(rng, shape, FLOATS[dtype]), "start_pos": START}
+    inputs: dict[str, Any] = {"query": plain(rng, (*shape[:2], 2 * sizes.heads, sizes.dim), FP_TYPES[dtype])}
+    inputs |= {"key": plain(rng, shape, FP_TYPES[dtype]), "start_pos": START}
     if pads:
         inputs["pad_len"] = np.array(sizes.each(0, 3, 1))
     if given:
@@ -45,7 +45,7 @@ def dynamic_rotation(rng: Generator, sizes: Sizes, dtype: str = "fp32", **attrib
     """Return a call over packed queries and keys; one sequence is empty."""
     lengths = sizes.each(1, 3, 0, 9)
     name, heads = "dynamic_batching.rotary_position_embedding", {"query": 2 * sizes.heads, "key": sizes.heads}
-    inputs = {each: plain(rng, (sum(lengths), h, sizes.dim), FLOATS[dtype]) for each, h in heads.items()}
+    inputs = {each: plain(rng, (sum(lengths), h, sizes.dim), FP_TYPES[dtype]) for each, h in heads.items()}
     inputs |= {"seqstarts": np.cumsum([0, *lengths]), "start_pos": np.array(sizes.each(40, 0, 7, 11))}
     return Call(name, inputs | {"max_seqlen": None}, attributes)
 
@@ -78,7 +78,7 @@ def index_call(sizes: Sizes) -> Call:
 
 def positions(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
     """Yield (name, call) for the operators of positions in the suite `pmx`."""
-    for dtype in FLOATS:
+    for dtype in FP_TYPES:
         yield f"turn-{dtype}", static_rotation(rng, sizes, dtype)
         yield f"turn-dynamic-{dtype}", dynamic_rotation(rng, sizes, dtype)
     for name, attributes in ROTATIONS.items():

@@ -7,15 +7,15 @@ import numpy as np
 from numpy.random import Generator
 
 from kvkit.reference.recurrent import gated_delta_rule
-from kvkit.tools.vectors.draws import FLOATS, NAN, Call, Sizes, plain
+from kvkit.tools.vectors.draws import FP_TYPES, NAN, Call, Sizes, plain
 from kvkit.typed import Array
 
 # Operators whose expected results are not rounded.
 IN_FLOAT64 = "gated_delta_step", "gated_delta_rule", "delta_gates", "causal_conv", "causal_conv_update"
-LENGTHS = (1, 0, 63, 64, 65, 130)  # of packed prompts
-STATE = {"atol": 2e-5, "rtol": 2e-5, "reason": "float64 reference, rounded once to float32; sums in float32"}
+PROMPT_LENGTHS = (1, 0, 63, 64, 65, 130)  # of packed prompts
+STATED = {"atol": 2e-5, "rtol": 2e-5, "reason": "float64 reference, rounded once to float32; sums in float32"}
 NARROW_STATE = {"atol": 2**-8, "rtol": 2**-8, "reason": "a state of bfloat16 is rounded once a call"}
-RULES = {"linear": (), "gated": ("g",), "delta": ("beta",), "gated_delta": ("g", "beta")}
+RULE_INPUTS = {"linear": (), "gated": ("g",), "delta": ("beta",), "gated_delta": ("g", "beta")}
 WIDTH = 4  # taps of the convolution
 
 
@@ -23,7 +23,7 @@ def tokens_of(
     rng: Generator, sizes: Sizes, count: int, groups: int = 2, dtype: str = "fp32", channels: bool = False
 ) -> dict[str, Any]:
     """Return q, k, v, g and beta of tokens; a head has g = 0, and some tokens of another g = -60."""
-    kind, heads, dim = FLOATS[dtype], sizes.heads * groups, sizes.dim
+    kind, heads, dim = FP_TYPES[dtype], sizes.heads * groups, sizes.dim
     arrays = {name: plain(rng, (count, sizes.heads, dim), kind) for name in "qk"}
     arrays["v"] = plain(rng, (count, heads, dim), kind)
     g = -rng.exponential(0.5, (count, heads, dim) if channels else (count, heads)).astype(np.float32)
@@ -36,7 +36,7 @@ def pool_of(
     rng: Generator, sizes: Sizes, groups: int, used: list[int], layout: str = "KV", kind: str = "fp32"
 ) -> Array:
     """Return a pool of states; slots of no sequence are NaN."""
-    pool = plain(rng, (max(used) + 2, sizes.heads * groups, sizes.dim, sizes.dim), FLOATS[kind])
+    pool = plain(rng, (max(used) + 2, sizes.heads * groups, sizes.dim, sizes.dim), FP_TYPES[kind])
     free = np.setdiff1d(np.arange(len(pool)), used)
     pool[free] = NAN
     return pool
@@ -67,7 +67,7 @@ def decode(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
         for dtype in ("fp16", "bf16"):
             yield f"step-{layout}-{dtype}", step(dtype=dtype, layout=layout)
         yield f"step-{layout}-state-bf16", step(dtype="bf16", layout=layout, state="bf16")
-    for rule, names in RULES.items():
+    for rule, names in RULE_INPUTS.items():
         call = step(rule=rule)
         arrays = {name: array for name, array in call.inputs.items() if name not in ("g", "beta")}
         yield f"rule-{rule}", call._replace(inputs=arrays | {name: call.inputs[name] for name in names})
@@ -102,7 +102,7 @@ def decode(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
 
 def prefill(rng: Generator, sizes: Sizes, channels: bool = False) -> Iterator[tuple[str, Call]]:
     """Yield (name, call) of the suites `gdn-prefill` and `kda-prefill`: packed prompts, one of them empty."""
-    starts = np.cumsum([0, *LENGTHS]).astype(np.int32)
+    starts = np.cumsum([0, *PROMPT_LENGTHS]).astype(np.int32)
     groups = 1 if channels else 2
 
     def prompt(dtype: str = "fp32", layout: str = "KV", state: bool = True, **more: Any) -> Call:
@@ -120,7 +120,7 @@ def prefill(rng: Generator, sizes: Sizes, channels: bool = False) -> Iterator[tu
     for chunk in (1, 16, 128):
         yield f"chunk{chunk}", prompt(chunk=chunk)
     if not channels:
-        for rule, names in RULES.items():
+        for rule, names in RULE_INPUTS.items():
             call = prompt(rule=rule, state=False)
             arrays = {name: array for name, array in call.inputs.items() if name not in ("g", "beta")}
             yield f"rule-{rule}", call._replace(inputs=arrays | {name: call.inputs[name] for name in names})
@@ -158,13 +158,13 @@ def convolution(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
     channels, starts = 3 * sizes.heads * sizes.dim + 3, np.cumsum([0, 1, 0, 2, 70]).astype(np.int32)
 
     def inputs(tokens: int, dtype: str, slots: list[int]) -> dict[str, Any]:
-        kind = FLOATS[dtype]
+        kind = FP_TYPES[dtype]
         arrays = {"x": plain(rng, (tokens, channels), kind), "weight": plain(rng, (channels, WIDTH), kind)}
         arrays |= {"bias": plain(rng, (channels,), kind), "state": plain(rng, (6, channels, WIDTH - 1), kind)}
         arrays["state"][np.setdiff1d(np.arange(6), slots)] = NAN
         return arrays | {"state_indices": np.array(slots, np.int32)}
 
-    for dtype in FLOATS:
+    for dtype in FP_TYPES:
         yield (
             f"prompts-{dtype}",
             Call("causal_conv", inputs(73, dtype, [4, 0, -1, 2]) | {"starts": starts}, {}),

@@ -20,7 +20,7 @@ from kvkit.tools.comparison import Difference
 from kvkit.tools.comparison import diff as diff_arrays
 from kvkit.tools.counting import equal_elements
 from kvkit.tools.vectors import packs
-from kvkit.tools.vectors.packs import Case
+from kvkit.tools.vectors.packs import Entry
 from kvkit.typed import Array, FilePath
 
 PACKAGES = {"cpu": "kvkit", "cuda": "kvkit_cuda"}
@@ -111,7 +111,7 @@ def replay(
     """
     text("backend", backend, tuple(PACKAGES))
 
-    def run(folder: FilePath, case: Case) -> CaseResults:
+    def run(folder: FilePath, case: Entry) -> CaseResults:
         if case["operator"] not in OPERATORS:
             raise argument_error("operator", f"one of {', '.join(OPERATORS)}", brief(repr(case["operator"])))
         op, given = OPERATORS[case["operator"]], packs.arguments(folder, case)
@@ -178,7 +178,7 @@ def diff(
     """
     results = Path(results)
 
-    def read(folder: FilePath, case: Case) -> CaseResults:
+    def read(folder: FilePath, case: Entry) -> CaseResults:
         found: dict[str, Any] = {}
         refusal = "refused" if case.get("refused") else ""
         for group, name, entry in packs.entries(case):
@@ -193,7 +193,7 @@ def diff(
 
 
 def outcomes(
-    folder: FilePath, run: Callable[[Path, Case], CaseResults], operator: str | None, advance: Any
+    folder: FilePath, run: Callable[[Path, Entry], CaseResults], operator: str | None, advance: Any
 ) -> Outcomes:
     """Run every case, and return the outcomes."""
     result = Outcomes()
@@ -206,7 +206,7 @@ def outcomes(
     return result
 
 
-def judge_case(folder: Path, case: Case, results: CaseResults) -> Outcome:
+def judge_case(folder: Path, case: Entry, results: CaseResults) -> Outcome:
     """Compare the results of a case with the expected ones."""
     found, why, refusal = results
     if not why and case.get("refused") and not refusal:
@@ -231,7 +231,7 @@ def judge_case(folder: Path, case: Case, results: CaseResults) -> Outcome:
     return Outcome(case["name"], case["operator"], "passed" if expects or case.get("refused") else "ran")
 
 
-def compare_result(folder: Path, case: Case, name: str, expected: Array, got: Array) -> Difference:
+def compare_result(folder: Path, case: Entry, name: str, expected: Array, got: Array) -> Difference:
     """Compare a result; its causes are searched with the call's inputs and other expected results."""
     inputs = {key: x for key, x in packs.arguments(folder, case).items() if isinstance(x, np.ndarray)}
     like = inputs | stored_floats(case, inputs)
@@ -247,7 +247,7 @@ def compare_result(folder: Path, case: Case, name: str, expected: Array, got: Ar
     )
 
 
-def stored_floats(case: Case, inputs: dict[str, Any]) -> dict[str, Any]:
+def stored_floats(case: Entry, inputs: dict[str, Any]) -> dict[str, Any]:
     """Return {"cache": floats that a PMX call quantized, where it stored their codes}; {} for other calls."""
     attributes = {key: packs.plain(entry.get("value")) for key, entry in case["arguments"].items()}
     if not attributes.get("quant_bit") or not {"cache", "current_key"} <= set(inputs):
@@ -262,7 +262,7 @@ def stored_floats(case: Case, inputs: dict[str, Any]) -> dict[str, Any]:
     return {"cache": floats}
 
 
-def axes_of(case: Case, name: str, array: Array) -> str | None:
+def axes_of(case: Entry, name: str, array: Array) -> str | None:
     """Return the documented axes of an operator's array; None if they are not documented."""
     op = OPERATORS.get(case["operator"])
     if op is None:

@@ -16,7 +16,7 @@ from kvkit.reference.cache import (
     dynamic_key_value_cache,
     key_value_cache,
 )
-from kvkit.tools.vectors.draws import FLOATS, NAN, Call, Sizes, cache_of, numbers, plain
+from kvkit.tools.vectors.draws import FP_TYPES, NAN, Call, Sizes, cache_of, numbers, plain
 from kvkit.tools.vectors.positions import positions
 from kvkit.typed import Array
 
@@ -48,7 +48,7 @@ def static_cache(
     new: int = 2, repeat: int = 1,
 ) -> Call:  # fmt: skip
     """Return a call of `key_value_cache` after `past` tokens, which the reference stores."""
-    kind, batch, heads, dim = FLOATS[dtype], sizes.batch, sizes.heads, sizes.dim
+    kind, batch, heads, dim = FP_TYPES[dtype], sizes.batch, sizes.heads, sizes.dim
     axes = {"b": batch + 1, "l": 2, "kv": 2, "n": past + new + 2, "h": heads, "c": dim}
     cache, scale = cache_of(rng, STATIC_LAYOUTS[layout], axes, kind, bits, 8)
     attributes = {"num_layer": 2, "layer_idx": 1, "quant_bit": bits, "cache_layout": layout}
@@ -87,7 +87,7 @@ def dynamic_cache(
     lengths: Sequence[int] = (1, 3, 0, 2), pasts: Sequence[int] | None = None, repeat: int = 1,
 ) -> Call:  # fmt: skip
     """Return a call of the dynamic `key_value_cache`; by default pasts end at borders of pages."""
-    kind, heads, dim, page = FLOATS[dtype], sizes.heads, sizes.dim, sizes.page
+    kind, heads, dim, page = FP_TYPES[dtype], sizes.heads, sizes.dim, sizes.page
     lengths, pasts = sizes.each(*lengths), sizes.each(*(pasts or (page + 1, page, 2 * page, page - 1)))
     contexts = [new + past for new, past in zip(lengths, pasts, strict=True)]
     cachestarts, rows = cache_rows(rng, contexts, pasts, mode, page)
@@ -115,7 +115,7 @@ def static_attention(
     kv_heads: int | None = None, mask: str | None = None, sinks: bool = False, **more: Any,
 ) -> Call:  # fmt: skip
     """Return a call of `multi_head_attention`."""
-    kind, batch, dim, kv_heads = FLOATS[dtype], sizes.batch, sizes.dim, kv_heads or sizes.heads
+    kind, batch, dim, kv_heads = FP_TYPES[dtype], sizes.batch, sizes.dim, kv_heads or sizes.heads
     heads = groups * kv_heads
     inputs = {
         "query": plain(rng, (batch, new, heads, dim), kind),
@@ -138,7 +138,7 @@ def dynamic_attention(
     rng: Generator, sizes: Sizes, dtype: str = "fp32", groups: int = 2, **more: Any,
 ) -> Call:  # fmt: skip
     """Return a call of the dynamic `multi_head_attention`."""
-    kind, dim, kv_heads = FLOATS[dtype], sizes.dim, sizes.heads
+    kind, dim, kv_heads = FP_TYPES[dtype], sizes.dim, sizes.heads
     lengths, contexts, heads = sizes.each(1, 3, 0, 2), sizes.each(7, 3, 4, 5), groups * sizes.heads
     inputs = {
         "query": plain(rng, (sum(lengths), heads, dim), kind),
@@ -174,7 +174,7 @@ def cache_attention(rng: Generator, append: Call, groups: int = 2, **more: Any) 
 
 def merge(rng: Generator, dtype: str = "fp32") -> Call:
     """Return a merge of splits of a context; some rows have an empty split, some have only empty ones."""
-    outputs = plain(rng, (3, 4, 2, 8), FLOATS[dtype])
+    outputs = plain(rng, (3, 4, 2, 8), FP_TYPES[dtype])
     inputs = {"outputs": outputs, "lses": plain(rng, (3, 4, 2), np.dtype(np.float32))}
     inputs["lses"][1, :2] = -np.inf
     inputs["lses"][:, 3, 1] = -np.inf
@@ -185,7 +185,7 @@ def merge(rng: Generator, dtype: str = "fp32") -> Call:
 
 def pmx(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
     """Yield (name, call) of the suite `pmx`; an operator must refuse a call whose name ends in "refused"."""
-    for dtype in FLOATS:
+    for dtype in FP_TYPES:
         for bits in (0, 8, 4):
             kind = f"int{bits}" if bits else "as-is"
             for layout in (0, 1):
