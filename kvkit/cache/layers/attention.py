@@ -32,7 +32,8 @@ class LayerAttention:
 
     def __init__(self) -> None:
         self._repeats, self._words = Repeats(), np.zeros(2, np.int64)
-        self._repeated: tuple[PreparedCall, Any, int] | None = None  # with its store, and tokens of a query
+        # What `again` runs: the call, the id of its layer (or of a view of one), its store, tokens of a query
+        self._repeated: tuple[PreparedCall, int, Any, int] | None = None
         self._latest: tuple[Any, ...] = None, None, None  # store, span and positions that it reads
         self._calls: PreparedCalls[PreparedCall] = PreparedCalls(1)
         self._by_piece: list[PreparedCalls[PreparedCall]] = []  # one launch for each piece
@@ -63,10 +64,10 @@ class LayerAttention:
         out = self._repeats.again((query, softmax_scale, softcap), {})
         return None if out is None else out.swapaxes(1, 2)
 
-    def _follow(self, layer: Any, prepared: PreparedCall, store: Any, new: int) -> bool:
+    def _follow(self, layer: Any, prepared: PreparedCall, own: int, store: Any, new: int) -> bool:
         """Make the repeated call read the rows that the layer has now; return False if it cannot."""
         span, positions = layer.span, layer.row_positions
-        if layer.store is not store or (positions is not None and positions.shifted):
+        if id(layer) != own or layer.store is not store or (positions is not None and positions.shifted):
             return False
         if prepared.has_mask or not can_attend(layer, new):
             return False
@@ -135,7 +136,7 @@ class LayerAttention:
         arguments = {"query": given, "softmax_scale": scoring.softmax_scale, "softcap": scoring.softcap}
         self._repeats.forget()
         self._repeats.remember(CallNotes([(program, (given, out, None))], [], {}), arguments, 3, [], out)
-        self._repeated = prepared, layer.store, query.shape[1]
+        self._repeated = prepared, id(layer), layer.store, query.shape[1]
 
     def _attend_pieces(
         self, layer: Any, query: Array, attn_mask: Array | None, scoring: Scoring, return_lse: bool
