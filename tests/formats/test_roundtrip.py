@@ -8,6 +8,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from ml_dtypes import bfloat16, finfo
+from surroundings import budget
 
 from kvkit import KvkitError
 from kvkit.formats import NAMED, decode, encode, named, rotate
@@ -104,7 +105,7 @@ def options(fmt):
 
 
 @pytest.mark.parametrize("name", NAMED)
-@settings(max_examples=40)
+@settings(max_examples=budget(40))
 @given(st.data())
 def test_every_number_comes_back_or_is_refused(name, data):
     words = data.draw(st.lists(st.sampled_from(options(NAMED[name])), max_size=2, unique=True))

@@ -1,4 +1,7 @@
-"""The KeyValueCache vectors of the specification, section 9, on the package and on the oracle."""
+"""The KeyValueCache vectors of the specification, section 9, on the reference; what the package must refuse.
+
+Random calls compare the package with the reference by bits (`test_random_calls.py`).
+"""
 
 from types import SimpleNamespace
 
@@ -16,17 +19,6 @@ BITS = {FP32: np.uint32, FP16: np.uint16, BF16: np.uint16}
 SHORT = {FP32: "fp32", FP16: "fp16", BF16: "bf16"}
 ONE = {FP32: 0x3F800000, FP16: 0x3C00, BF16: 0x3F80}
 EPS = {FP32: 0x3727C5AC, FP16: 0x00A8, BF16: 0x3728}
-
-ORACLE = SimpleNamespace(static=reference.key_value_cache, dynamic=reference.dynamic_key_value_cache)
-PACKAGE = SimpleNamespace(
-    static=lambda *args, **attrs: kvkit.key_value_cache(*args, **attrs),
-    dynamic=lambda *args, **attrs: kvkit.dynamic_batching.key_value_cache(*args, **attrs),
-)
-
-
-@pytest.fixture(params=[ORACLE, PACKAGE], ids=["oracle", "package"])
-def ops(request):
-    return request.param
 
 
 def i64(values):
@@ -106,19 +98,14 @@ def q_vectors():
 
 
 def q_cases():
-    """Yield every vector with T3 = T1, int4 in int8 and uint8 bytes, and with every T3 that has values.
-
-    What is compiled for T3 other than T1 is slow: random calls have some.
-    """
+    """Yield every vector with T3 = T1, int4 in int8 and uint8 bytes, and with every T3 that has values."""
     for v in q_vectors():
         for t3 in FLOATS:
             if t3 != v.t1 and t3 not in v.y_t3:
                 continue
             for t2 in (np.int8, np.uint8) if v.bit == 4 and t3 == v.t1 else (np.int8,):
                 case_id = f"{v.name}-{SHORT[v.t1]}-bit{v.bit}-{np.dtype(t2).name}-scale_{SHORT[t3]}"
-                yield pytest.param(ORACLE, v, t2, t3, id=f"oracle-{case_id}")
-                compiled = pytest.mark.slow if t3 != v.t1 else ()
-                yield pytest.param(PACKAGE, v, t2, t3, id=f"package-{case_id}", marks=compiled)
+                yield pytest.param(v, t2, t3, id=case_id)
 
 
 def codes_of(stored, bit):
@@ -134,13 +121,13 @@ def assert_values(actual, expected):
         assert float(actual[d]) == value, f"element {d}"
 
 
-@pytest.mark.parametrize(("ops", "v", "t2", "t3"), list(q_cases()))
-def test_quantization(ops, v, t2, t3):
+@pytest.mark.parametrize(("v", "t2", "t3"), list(q_cases()))
+def test_quantization(v, t2, t3):
     head_dim = len(v.x)
     x = np.array(v.x, np.float64).astype(v.t1).reshape(1, 1, head_dim)
     cache = np.zeros((1, 1, 2, 1, head_dim if v.bit == 8 else head_dim // 2), t2)
     scale = np.zeros((1, 1, 2, 1, head_dim // v.group), t3)
-    outputs = ops.dynamic(
+    outputs = reference.dynamic_key_value_cache(
         x, x.copy(), *map(i64, ([0, 1], [0, 1], [0], [0])), 1, 1, cache, scale, quant_bit=v.bit,
         quant_group=v.group,
     )  # fmt: skip
@@ -162,10 +149,12 @@ def test_q3_narrow_scale_is_the_fp16_scale():
     assert from_bits(0x3CC18306, FP32).astype(FP16).view(np.uint16) == 0x260C
 
 
-def test_q10_as_int8(ops):
+def test_q10_as_int8():
     x = np.array([7, -7, 0.5, 1.5, 2.5, -0.5, -3.5, 3.5], np.float32).reshape(1, 1, 1, 8)
     cache = np.zeros((1, 1, 2, 1, 1, 4), np.int8)
-    ops.static(x, x.copy(), i64([0]), cache, np.zeros((1, 1, 2, 1, 1, 1), np.float32), quant_bit=4)
+    reference.key_value_cache(
+        x, x.copy(), i64([0]), cache, np.zeros((1, 1, 2, 1, 1, 1), np.float32), quant_bit=4
+    )
     assert cache.reshape(2, 4).tolist() == [[-105, 32, 2, 76]] * 2
 
 
@@ -186,10 +175,12 @@ INF = float("inf")
         pytest.param(BF16, [0.1, 257, 259], [0.10009765625, 256, 260], id="bf16"),
     ],
 )
-def test_t2_rounding(ops, t2, x, stored):
+def test_t2_rounding(t2, x, stored):
     current = np.array(x, np.float32).reshape(1, 1, -1)
     cache = np.zeros((1, 1, 2, 1, len(x)), t2)
-    key, value = ops.dynamic(current, -current, i64([0, 1]), i64([0, 1]), i64([0]), i64([0]), 1, 1, cache)
+    key, value = reference.dynamic_key_value_cache(
+        current, -current, i64([0, 1]), i64([0, 1]), i64([0]), i64([0]), 1, 1, cache
+    )
     negated = [-s for s in stored]
     assert_values(cache[0, 0, 0, 0], stored)
     assert_values(cache[0, 0, 1, 0], negated)
@@ -206,11 +197,11 @@ DYNAMIC_OFFSETS = {0: (253, 63, 126), 1: (893, 223, 446), 2: (1213, 303, 606), 3
 STATIC_OFFSETS = {0: (941, 235, 470), 1: (949, 237, 474)}
 
 
-def run_dynamic_offset(ops, layout, quant_bit, cache, scale):
+def run_dynamic_offset(layout, quant_bit, cache, scale):
     current = np.zeros((1, 2, 8), np.float32)
     spot = current.copy()
     spot[0, 1, 5] = 7
-    key, value = ops.dynamic(
+    key, value = reference.dynamic_key_value_cache(
         current, spot, *map(i64, ([0, 1], [0, 3], [1], [2])), 1, 3, cache, scale, num_layer=2, layer_idx=1,
         quant_bit=quant_bit, quant_group=4, cache_layout=layout,
     )  # fmt: skip
@@ -218,11 +209,11 @@ def run_dynamic_offset(ops, layout, quant_bit, cache, scale):
     assert np.argwhere(value).tolist() == [[2, 1, 5]]
 
 
-def run_static_offset(ops, layout, quant_bit, cache, scale):
+def run_static_offset(layout, quant_bit, cache, scale):
     current = np.zeros((3, 1, 2, 8), np.float32)
     spot = current.copy()
     spot[2, 0, 1, 5] = 7
-    key, value = ops.static(
+    key, value = reference.key_value_cache(
         current, spot, i64([3]), cache, scale, num_layer=2, layer_idx=1, quant_bit=quant_bit, quant_group=4,
         cache_layout=layout,
     )  # fmt: skip
@@ -230,14 +221,14 @@ def run_static_offset(ops, layout, quant_bit, cache, scale):
     assert np.argwhere(value).tolist() == [[2, 3, 1, 5]]
 
 
-def check_offsets(ops, run, lead, layout, quant_bit, offsets):
+def check_offsets(run, lead, layout, quant_bit, offsets):
     element, scale_cell, int4_byte = offsets
     if quant_bit == 0:
         cache, scale = np.zeros((*lead, 8), np.float32), None
     else:
         cache = np.zeros((*lead, 8 if quant_bit == 8 else 4), np.int8)
         scale = np.zeros((*lead, 2), np.float32)
-    run(ops, layout, quant_bit, cache, scale)
+    run(layout, quant_bit, cache, scale)
     flat = cache.reshape(-1)
     where = int4_byte if quant_bit == 4 else element
     assert np.flatnonzero(flat).tolist() == [where]
@@ -252,14 +243,14 @@ QUANT_IDS = {0: "element", 8: "int8_and_scale", 4: "int4_and_scale"}
 
 @pytest.mark.parametrize("quant_bit", QUANT_IDS, ids=QUANT_IDS.get)
 @pytest.mark.parametrize("layout", DYNAMIC_SHAPES, ids="layout{}".format)
-def test_flat_offset_dynamic(ops, layout, quant_bit):
-    check_offsets(ops, run_dynamic_offset, DYNAMIC_SHAPES[layout], layout, quant_bit, DYNAMIC_OFFSETS[layout])
+def test_flat_offset_dynamic(layout, quant_bit):
+    check_offsets(run_dynamic_offset, DYNAMIC_SHAPES[layout], layout, quant_bit, DYNAMIC_OFFSETS[layout])
 
 
 @pytest.mark.parametrize("quant_bit", QUANT_IDS, ids=QUANT_IDS.get)
 @pytest.mark.parametrize("layout", STATIC_SHAPES, ids="layout{}".format)
-def test_flat_offset_static(ops, layout, quant_bit):
-    check_offsets(ops, run_static_offset, STATIC_SHAPES[layout], layout, quant_bit, STATIC_OFFSETS[layout])
+def test_flat_offset_static(layout, quant_bit):
+    check_offsets(run_static_offset, STATIC_SHAPES[layout], layout, quant_bit, STATIC_OFFSETS[layout])
 
 
 # Rows: every cached row and every current token carries a number that survives any quantization
@@ -326,10 +317,12 @@ def call_dynamic(operator, case, cache, scale, *, quant_bit, layout):
     )  # fmt: skip
 
 
-def check_rows(ops, case, *, max_t, loads, stores, quant_bit=0, layout=0):
+def check_rows(case, *, max_t, loads, stores, quant_bit=0, layout=0):
     cache, scale = tagged_cache(max_t, layout, quant_bit)
     before = cache.copy(), None if scale is None else scale.copy()
-    key, value = call_dynamic(ops.dynamic, case, cache, scale, quant_bit=quant_bit, layout=layout)
+    key, value = call_dynamic(
+        reference.dynamic_key_value_cache, case, cache, scale, quant_bit=quant_bit, layout=layout
+    )
     assert changed_rows(before[0], cache, layout) == set(stores)
     assert changed_rows(before[1], scale, layout) == (set(stores) if quant_bit else set())
     assert key.shape == value.shape == (len(loads), HEADS, HEAD_DIM)
@@ -342,7 +335,9 @@ def check_refused(case, *, max_t, quant_bit, layout):
     cache, scale = tagged_cache(max_t, layout, quant_bit)
     before = cache.tobytes(), b"" if scale is None else scale.tobytes()
     with pytest.raises(kvkit.KvkitError):
-        call_dynamic(PACKAGE.dynamic, case, cache, scale, quant_bit=quant_bit, layout=layout)
+        call_dynamic(
+            kvkit.dynamic_batching.key_value_cache, case, cache, scale, quant_bit=quant_bit, layout=layout
+        )
     assert before == (cache.tobytes(), b"" if scale is None else scale.tobytes())
 
 
@@ -352,27 +347,27 @@ layouts = pytest.mark.parametrize("layout", [0, 1, 2, 3], ids="layout{}".format)
 
 @layouts
 @quant_bits
-def test_page_table(ops, quant_bit, layout):
+def test_page_table(quant_bit, layout):
     check_rows(
-        ops, paged(), max_t=24, quant_bit=quant_bit, layout=layout,
+        paged(), max_t=24, quant_bit=quant_bit, layout=layout,
         loads=[8, 9, 10, 11, 2, 3, 20, 21, 22, 23, 16, 17, 8, 9, 10], stores=[3, 20, 21, 22, 23, 16, 17],
     )  # fmt: skip
 
 
 @layouts
 @quant_bits
-def test_page_table_overhang(ops, quant_bit, layout):
+def test_page_table_overhang(quant_bit, layout):
     check_rows(
-        ops, paged(rows=[(1, [12, 22])]), max_t=24, quant_bit=quant_bit, layout=layout,
+        paged(rows=[(1, [12, 22])]), max_t=24, quant_bit=quant_bit, layout=layout,
         loads=[8, 9, 10, 11, 2, 3, 12, 13, 14, 15, 22, 23, 8, 9, 10], stores=[3, 12, 13, 14, 15, 22, 23],
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("hint", ["max_seqlen", "max_kvlen"])
 @pytest.mark.parametrize("given", [6, 7, 100], ids="hint{}".format)
-def test_page_table_hint_large_enough(ops, hint, given):
+def test_page_table_hint_large_enough(hint, given):
     check_rows(
-        ops, paged(**{hint: given}), max_t=24, loads=[8, 9, 10, 11, 2, 3, 20, 21, 22, 23, 16, 17, 8, 9, 10],
+        paged(**{hint: given}), max_t=24, loads=[8, 9, 10, 11, 2, 3, 20, 21, 22, 23, 16, 17, 8, 9, 10],
         stores=[3, 20, 21, 22, 23, 16, 17],
     )  # fmt: skip
 
@@ -389,9 +384,9 @@ OFFSET = {"seqstarts": [0, 1, 4], "kvstarts": [0, 4, 7], "start_pos": [3, 0], "c
 
 @layouts
 @quant_bits
-def test_offset_mode(ops, quant_bit, layout):
+def test_offset_mode(quant_bit, layout):
     check_rows(
-        ops, OFFSET, max_t=14, quant_bit=quant_bit, layout=layout, loads=[10, 11, 12, 13, 0, 1, 2],
+        OFFSET, max_t=14, quant_bit=quant_bit, layout=layout, loads=[10, 11, 12, 13, 0, 1, 2],
         stores=[13, 0, 1, 2],
     )  # fmt: skip
 
@@ -403,7 +398,7 @@ def test_offset_mode_refused(quant_bit, layout):
 
 
 @layouts
-def test_specification_table(ops, layout):
+def test_specification_table(layout):
     case = {
         "cache_mode": 1, "page_size": 256, "seqstarts": [0, 1, 2], "kvstarts": [0, 301, 602],
         "start_pos": [300, 300], "cachestarts": [[0, 256, -1], [1024, 2048, -1]],
@@ -412,17 +407,17 @@ def test_specification_table(ops, layout):
     second = list(range(1024, 1280)) + list(range(2048, 2093))
     assert [first[t] for t in (0, 255, 256, 300)] == [0, 255, 256, 300]
     assert [second[t] for t in (0, 255, 256, 300)] == [1024, 1279, 2048, 2092]
-    check_rows(ops, case, max_t=2093, layout=layout, loads=first + second, stores=[300, 2092])
+    check_rows(case, max_t=2093, layout=layout, loads=first + second, stores=[300, 2092])
 
 
 # Head repetition
 
 
 @quant_bits
-def test_num_repeat_dynamic(ops, quant_bit):
+def test_num_repeat_dynamic(quant_bit):
     key, value = tagged_tokens(1)
     cache, scale = tagged_cache(4, 0, quant_bit)
-    out_key, out_value = ops.dynamic(
+    out_key, out_value = reference.dynamic_key_value_cache(
         key, value, *map(i64, ([0, 1], [0, 2], [1], [1])), 1, 2, cache, scale, num_layer=LAYERS,
         layer_idx=LAYER, quant_bit=quant_bit, num_repeat=3,
     )  # fmt: skip
@@ -434,10 +429,10 @@ def test_num_repeat_dynamic(ops, quant_bit):
 
 
 @pytest.mark.parametrize("layout", [0, 1], ids="layout{}".format)
-def test_num_repeat_static(ops, layout):
+def test_num_repeat_static(layout):
     key, value = tagged_tokens(1)
     shape = (1, 1, 2, 2, HEADS, HEAD_DIM) if layout == 0 else (1, 1, 2, HEADS, 2, HEAD_DIM)
-    out_key, out_value = ops.static(
+    out_key, out_value = reference.key_value_cache(
         key[None], value[None], i64([1]), np.zeros(shape, np.float32), num_repeat=3, cache_layout=layout
     )
     expected = np.array([[0] * 6, [token_tag(0, h) for h in [0, 0, 0, 1, 1, 1]]])[None, :, :, None]
