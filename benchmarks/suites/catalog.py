@@ -11,6 +11,7 @@ from benchmarks.suites import (
     pools,
     shapes,
     small_calls,
+    states,
     tiles,
 )
 
@@ -20,6 +21,7 @@ SUITES = {  # by the file of their figures
     "decoding": attention.DECODE,
     "caches": caches.CASES,
     "latent": latent.CASES,
+    "states": states.CASES,
     "growth": growth.CASES,
     "shapes": shapes.CASES,
     "tiles": tiles.CASES,

@@ -22,6 +22,7 @@ from benchmarks.suites import (
     other_libraries,
     products,
     shapes,
+    states,
 )
 from benchmarks.suites.measuring import Case, Work
 from benchmarks.suites.problem import Problem
@@ -84,6 +85,19 @@ def test_latent_cases_check_their_outputs(monkeypatch):
         for run in (work.run, *work.beside.values()):
             assert run(0) is None or len(run(1))
     latent.prefill.cache_clear()
+
+
+def test_cases_of_states_check_their_peers(monkeypatch):
+    small = {"SEQUENCES": 2, "PROMPT": 40, "HEADS": 4, "KEY_HEADS": 2, "DIM": 16, "CHUNK": 16, "SIDE": 32}
+    for name, number in small.items():
+        monkeypatch.setattr(states, name, number)
+    states.product.cache_clear()
+    for case in states.CASES:
+        work = case.prepare()
+        assert set(case.goals) <= set(work.beside)
+        for run in (work.run, *work.beside.values()):
+            assert run is None or run(0) is None or len(run(1))
+    states.product.cache_clear()
 
 
 def test_concatenation_is_that_of_the_peer():
