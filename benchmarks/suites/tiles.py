@@ -39,6 +39,7 @@ def without_tiles(run):
             machine.tiles = choose
             for each in calls:
                 each.clear()
+            repeats.forget_all()
 
     return other
 
