@@ -215,6 +215,7 @@ PAGES = [  # (page, name in its comments, suite of the figures, function that ma
     (TABLES, "figures", "cpu", cache),
     (TABLES, "caches figures", "caches", paired),
     (TABLES, "latent figures", "latent", paired),
+    (TABLES, "tiles figures", "tiles", paired),
     (TABLES, "growth figures", "growth", paired),
     (TABLES, "shapes figures", "shapes", paired),
     (TABLES, "small figures", "small", small),
