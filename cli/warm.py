@@ -16,12 +16,13 @@ import click
 
 from kvkit import formats
 from kvkit.errors import KvkitError
+from kvkit.formats.known import ALIASES
 from kvkit_cli import show
 from kvkit_cli.warming import CODE_BITS, CacheKind
 
 WHAT = "attention", "cache", "all"
-USUAL = "float16,int8,int4"  # --formats, if it is not given
-DEFAULT_GROUP = 8  # elements that share a scale, if a format does not say
+USUAL = "float16,int8:g8,int4:g8"  # --formats, if it is not given
+DEFAULT_GROUP = 8  # elements that share a scale, where there are scales
 POSITIVE = click.IntRange(1)
 Wave = list[tuple[str, str, CacheKind]]  # (name to print, task of warming.py, its argument)
 Process = subprocess.Popen[str]
@@ -29,25 +30,28 @@ Process = subprocess.Popen[str]
 
 def parse_formats(texts: Sequence[str], data: str, dim: int, queries: int) -> Iterator[tuple[str, CacheKind]]:
     """Yield (text, kind) for each cache format in the texts."""
-    legal = [*(fmt.name for fmt in formats.FLOATS), *CODE_BITS]
     for text in ",".join(texts or [USUAL]).split(","):
-        name, _, group_text = text.partition("/")
-        if name not in legal or (group_text and name not in CODE_BITS):
-            wanted = f"expected one of {', '.join(legal)}, or codes with their group, as in int4/32"
-            raise KvkitError(f"--formats {text}: {wanted}{show.suggestion(name, legal)}")
-        group = DEFAULT_GROUP
-        if group_text:
-            group = int(group_text) if group_text.isdecimal() else 0
-        if name in CODE_BITS and (not group or dim % group):
+        name = ALIASES.get(text, text)
+        if name in map(str, formats.FLOATS):
+            yield text, CacheKind(name, DEFAULT_GROUP, name, dim, queries)
+            continue
+        try:
+            known = formats.named(text)
+        except KvkitError as error:
+            raise KvkitError(f"--formats {text}: {str(error).partition(': ')[2]}") from None
+        if known.code.name not in CODE_BITS or known.rule != "pmx" or known.per != "group":
+            wanted = f"expected floats or {', '.join(CODE_BITS)} with their group, as in int4:g32"
+            raise KvkitError(f"--formats {text}: {wanted}")
+        if dim % known.group:
             raise KvkitError(f"--formats {text}: expected a group that divides a head of {dim} elements")
-        yield text, CacheKind(name, group, data if name in CODE_BITS else name, dim, queries)
+        yield text, CacheKind(known.code.name, known.group, data, dim, queries)
 
 
 @click.command()
 @click.argument("what", type=click.Choice(WHAT), default="all", required=False)
 @click.option(
     "--formats", "texts", multiple=True, metavar="FORMAT,...",
-    help=f"Formats of caches; {USUAL} if not given. int4/32 has groups of 32, int4 of {DEFAULT_GROUP}. "
+    help=f"Formats of caches; {USUAL} if not given. "
     "Scales are float16.",
 )  # fmt: skip
 @click.option(
@@ -86,7 +90,7 @@ def warm(
     Examples:
       kvkit warm
       kvkit warm attention --formats bfloat16 --head-dim 64
-      kvkit warm cache --formats int8/64,int4/32 --data float32
+      kvkit warm cache --formats int8:g64,int4:g32 --data float32
       kvkit warm --backend cuda --formats bfloat16,int8 --data bfloat16
       kvkit warm --backend cuda --capability 9.0
     """

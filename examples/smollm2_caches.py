@@ -58,12 +58,15 @@ KINDS = {
 
 def attention(model, cache, dtype):
     """Return the `attend` of `Llama.forward`: it appends new tokens to a layer of the cache, and attends."""
+    rope = kvkit.Rope(model.head_dim, model.theta, interleaved=True)  # GGUF files of Llama pair neighbours
 
     def attend(layer, query, key, value):
-        start = cache.get_seq_length(layer)
-        query, key = kvkit.rotary_position_embedding(query[None], key[None], start, theta=model.theta)
-        query, key, value = (x.astype(dtype).swapaxes(1, 2) for x in (query, key, value[None]))
-        cache.update(key, value, layer)  # [1, heads, tokens, head_dim]
+        states = (x[None].swapaxes(1, 2) for x in (query, key, value))
+        query, key, value = states  # [1, heads, tokens, head_dim]
+        positions = cache.get_seq_length(layer) + np.arange(query.shape[2])
+        query, key = rope.rotate(query, positions), rope.rotate(key, positions)
+        query, key, value = (x.astype(dtype) for x in (query, key, value))
+        cache.update(key, value, layer)
         return cache.attend(query, layer).swapaxes(1, 2).astype(np.float32)
 
     return attend

@@ -1,6 +1,9 @@
 """What a stranger writes first: each call works, or is refused with the line that works, which is run too."""
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +11,7 @@ import pytest
 import kvkit
 from kvkit import KvkitError
 
+FOLDER = Path(__file__).parent
 STATES = np.ones((1, 8, 7, 64), np.float16)  # [batch, heads, tokens, dim], as models have states
 PACKED = np.ones((1, 7, 8, 64), np.float32)  # [batch, tokens, heads, dim], as operators take them
 LLAMA = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "hidden_size": 512,
@@ -81,3 +85,20 @@ def test_refused_with_the_line_that_works(name):
     with pytest.raises((KvkitError, AttributeError), match=re.escape(hint)):
         call()
     eval(line)  # the line that works
+
+
+def test_what_dir_shows_is_stored():
+    """A name that appears or goes is meant: `python tests/public_names.py` prints the list."""
+    done = subprocess.run(
+        [sys.executable, FOLDER / "public_names.py"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == (FOLDER / "public_names.txt").read_text()
+
+
+def test_names_of_transformers():
+    cache = filled()
+    keys, values = next(iter(cache))
+    assert keys.shape == values.shape == STATES.shape
+    assert (len(list(cache)), cache.is_initialized, cache.layers[0].is_initialized) == (1, True, True)
+    assert cache.get_max_cache_shape() == cache.get_max_length()
+    assert not kvkit.DynamicCache().is_initialized

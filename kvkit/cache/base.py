@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self, SupportsIndex, TypeVar, cast
 
@@ -336,6 +336,15 @@ class BaseLayer(MovableTokens):
     def get_seq_length(self) -> int:
         """Return the number of tokens that the layer has seen."""
 
+    def get_max_cache_shape(self) -> int:
+        """Return `get_max_length`; transformers calls it so."""
+        return self.get_max_length()
+
+    @property
+    def is_initialized(self) -> bool:
+        """Return whether the layer has had tokens."""
+        return self.batch_size > 0
+
     def get_max_length(self) -> int:
         """Return the most tokens that the layer holds; -1 for no limit."""
         return -1
@@ -437,6 +446,10 @@ class BaseCache(MovableTokens):
     def __len__(self) -> int:
         return len(self.layers)
 
+    def __iter__(self) -> Iterator[tuple[States | None, States | None]]:
+        """Yield the keys and values of each layer."""
+        return ((layer.keys, layer.values) for layer in self.layers)
+
     # Adding tokens
 
     @abstractmethod
@@ -494,6 +507,15 @@ class BaseCache(MovableTokens):
         """Return how many tokens a layer has seen; 0 if there is no such layer."""
         number = integer("layer_idx", layer_idx, 0)
         return self.layers[number].get_seq_length() if number < len(self.layers) else 0
+
+    def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
+        """Return `get_max_length`; transformers calls it so."""
+        return self.get_max_length(layer_idx)
+
+    @property
+    def is_initialized(self) -> bool:
+        """Return whether all layers have had tokens."""
+        return len(self) > 0 and all(layer.is_initialized for layer in self.layers)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Return the most tokens that a layer can hold; without `layer_idx`, any layer. -1 means no limit."""

@@ -144,8 +144,11 @@ def rotary_position_embedding(
 ) -> Pair:
     """Rotate the queries and keys of packed sequences by angles that grow with their positions.
 
-    Neighbouring elements 2i and 2i+1 of a head rotate as a pair by ``t * theta^(-2i/R)``, where t is the
-    token's position and R is ``rotary_dim``. Token ``seqstarts[b] + i`` is at position ``start_pos[b] + i``.
+    Neighbouring elements of a head are pairs, as in GPT-J, GLM, Cohere and GGUF files of Llama. Llama, Qwen,
+    Mistral and Gemma in transformers pair halves: use `Rope.from_config`, or ``interleaved=False``.
+
+    Elements 2i and 2i+1 rotate by ``t * theta^(-2i/R)``, where t is the token's position and R is
+    ``rotary_dim``. Token ``seqstarts[b] + i`` is at position ``start_pos[b] + i``.
 
     Parameters
     ----------
