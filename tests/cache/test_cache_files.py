@@ -24,6 +24,7 @@ from kvkit.cache import (
     StaticLayer,
     load,
 )
+from kvkit.cache.layers.pooled import PooledLayer
 from kvkit.files import npz
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -127,9 +128,9 @@ def test_legacy_form_of_other_layers():
 def test_every_kind_is_saved():
     from kvkit.cache.layers.kinds import LAYER_KINDS as FILED
 
-    assert len(FILED) == len(KINDS) + 8  # quantized ones; the others have tests of their own
+    assert len(FILED) == len(KINDS) + 9  # quantized ones; the others have tests of their own
     more = LatentLayer(), IndexedLayer(LatentLayer()), RaggedLayer(), GatedDeltaLayer(2, 4, 4, 16, 4)
-    more += (kvkit.cache.CompressedLayer(),)
+    more += kvkit.cache.CompressedLayer(), PooledLayer()
     more += kvkit.cache.ChunkedLayer(4), kvkit.cache.StaticChunkedLayer(20, 4)
     saved = (*four_layers(), QuantizedLayer(), SharedLayer(0), StateLayer(), *more)
     assert {type(layer) for layer in saved} == set(FILED.values())

@@ -152,7 +152,8 @@ def test_crop_says_what_can_stay(kind):
     assert "expected 0 or at least 19 tokens to stay (drafts=2" in cached.can("crop", 18)
     assert "moves no tokens (compressed rows hold tokens of a window)" in cached.can("shift", 3, None, 2)
     assert cached.can("remove", 20) is None
-    assert "moves no tokens" in cached.can("remove", 3, 5)
+    assert "moves no tokens" in cached.can("remove", 3, 5)  # which have left the window
+    assert "moves no tokens" in cached.can("retain", range(15, 21))
     cached.crop(19)
     assert cached.can("crop", 18) is not None
     cached.crop(-19)

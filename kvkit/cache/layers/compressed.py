@@ -15,7 +15,14 @@ from kvkit.cache.base import one_call_at_a_time
 from kvkit.cache.layers import requests
 from kvkit.cache.layers.changes import whole
 from kvkit.cache.layers.layer import Layer
-from kvkit.cache.layers.positions import Rearrangement, check_rotation
+from kvkit.cache.layers.positions import (
+    Rearrangement,
+    Rotation,
+    RowPositions,
+    check_rotation,
+    planner,
+    rotation_of,
+)
 from kvkit.cache.stores.allocation import copy_of
 from kvkit.cache.stores.compressed import (
     PAGE,
@@ -482,7 +489,7 @@ class CompressedLayer(Layer):
         """Return the compressed rows, [B, n, dim], decoded if they are codes; None without a ratio."""
         if self.store is None or self.store.rows is None:
             return None
-        rows: Array = self.store.rows.read(np.arange(self._count()))
+        rows: Array = self.store.rows.first(self._count())
         return rows
 
     def _count(self) -> int:
@@ -548,8 +555,22 @@ class CompressedLayer(Layer):
         oldest = max(span.oldest, self._first_of(floor)) if left else 0
         self.span, self.floor = Span(left, oldest, min(span.begin, oldest), 0, left), floor
 
-    def _check_movable(self, call: str, plan: Rearrangement) -> None:
-        raise argument_error(self.name, f"a call that moves no tokens ({self.why_kept})", call)
+    def plan(self, call: str, *arguments: Any, rope: Rotation = None, **options: Any) -> Rearrangement:
+        # Over all tokens, because compressed rows hold those that have left the window.
+        length = self.span.length
+        now = RowPositions.contiguous(0, length)
+        rotation = rotation_of(rope, self.rope, None if self.store is None else self.dim, False)
+        plan = planner(call)(now, rotation, *arguments, **options)
+        if plan.crops:
+            self.length_after_crop(plan.after.length - length, call)
+        elif plan.changes(now):
+            raise argument_error(self.name, f"a call that moves no tokens ({self.why_kept})", call)
+        return plan
+
+    def rearrange(self, plan: Rearrangement) -> None:
+        """Carry out a plan, which can only drop the last tokens."""
+        if plan.crops and plan.after.length < self.span.length:
+            self.crop(plan.after.length - self.span.length)
 
     def _take_rows(self, indices: Array) -> None:
         if self.store is not None:

@@ -8,6 +8,7 @@ from kvkit.cache.layers.compressed import CompressedLayer
 from kvkit.cache.layers.dynamic import DynamicLayer, StaticLayer
 from kvkit.cache.layers.gated_delta import GatedDeltaLayer
 from kvkit.cache.layers.latent import IndexedLayer, LatentLayer
+from kvkit.cache.layers.pooled import PooledLayer
 from kvkit.cache.layers.positions import describe_rotation, restored_rotation
 from kvkit.cache.layers.quant_spec import CodeSpec
 from kvkit.cache.layers.quantized import QuantizedLayer
@@ -20,8 +21,8 @@ LAYER_KINDS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
         ChunkedLayer, CompressedLayer, DynamicLayer, GatedDeltaLayer, IndexedLayer, LatentLayer,
-        QuantizedLayer, RaggedLayer, SharedLayer, SlidingWindowLayer, StateLayer, StaticChunkedLayer,
-        StaticLayer, StaticSlidingWindowLayer,
+        PooledLayer, QuantizedLayer, RaggedLayer, SharedLayer, SlidingWindowLayer, StateLayer,
+        StaticChunkedLayer, StaticLayer, StaticSlidingWindowLayer,
     )
 }  # fmt: skip
 

@@ -102,6 +102,13 @@ class RowPool:
         first = np.arange(len(self.blocks)).reshape(-1, *[1] * places.ndim) * self.rows
         return np.where(places < 0, -1, places + first)
 
+    def first(self, count: int) -> Array:
+        """Return the rows in the first places, [B, count, dim]: a view, or decoded codes."""
+        if self.coded:
+            return self.read(np.arange(count))
+        rows: Array = self.blocks.reshape(len(self.blocks), -1, self.dim)[:, :count]
+        return rows
+
     def grown(self, rows: int, allocate: Allocate, used: int) -> RowPool:
         """Return a pool with room for more rows, and the first `used` rows of this one."""
         larger = RowPool.of(len(self.blocks), rows, self.dim, self.blocks.dtype, allocate)
@@ -179,6 +186,8 @@ class CompressedStore:
     index_keys : IndexKeys or None
     states : tuple of ndarray of float32, shape [B, ring, 2, E]
         Of the compressor and of the indexer's: token p is in row ``p % ring``.
+    overlaps : tuple of ndarray of float32, shape [B, K, 2, ratio, dim]
+        Where a model pools by itself, what rows need of the window before: window i is in place ``i % K``.
     """
 
     geometry: CompressedForm
@@ -186,6 +195,7 @@ class CompressedStore:
     rows: RowPool | None = None
     index_keys: IndexKeys | None = None
     states: tuple[Array, ...] = ()
+    overlaps: tuple[Array, ...] = ()
 
     def counters(self) -> tuple[()]:
         """Return no objects that count rows: the layer's span says which are used."""
@@ -202,6 +212,7 @@ class CompressedStore:
         if self.index_keys is not None:
             yield from self.index_keys.arrays()
         yield from self.states
+        yield from self.overlaps
 
     def mapped(self, function: Any) -> CompressedStore:
         """Return a store whose arrays are those that a function makes of these."""
@@ -212,7 +223,8 @@ class CompressedStore:
         if self.index_keys is not None:
             keys = IndexKeys(rest.pop(0), None if self.index_keys.scales is None else rest.pop(0))
         form = self.geometry._replace(batch=len(window))
-        return CompressedStore(form, RowPool(window, self.window.dim), rows, keys, tuple(rest))
+        pool, count = RowPool(window, self.window.dim), len(self.states)
+        return CompressedStore(form, pool, rows, keys, tuple(rest[:count]), tuple(rest[count:]))
 
 
 def moved_ring(state: Array, ring: int, positions: Array, allocate: Allocate) -> Array:

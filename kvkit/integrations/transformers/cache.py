@@ -24,11 +24,13 @@ from kvkit.cache import (
     StaticCache,
 )
 from kvkit.cache.base import BaseCache, MovableTokens
+from kvkit.cache.layers.pooled import PooledLayer
 from kvkit.cache.layers.positions import PLANS
 from kvkit.errors import KvkitError, argument_error, describe
 from kvkit.integrations.transformers import pending
 from kvkit.integrations.transformers.attention import NAME
 from kvkit.integrations.transformers.bridge import as_cast, to_numpy, without_gradient
+from kvkit.integrations.transformers.compressed import KvkitCompressedLayer
 from kvkit.integrations.transformers.evicting import Eviction
 from kvkit.integrations.transformers.layer import KvkitLayer
 from kvkit.integrations.transformers.models import HYBRID, geometry, make_cache
@@ -214,6 +216,9 @@ class KvkitCache(Cache):
             raise argument_error("attn_implementation", wanted, found)
         if layer_idx == 0 or self._reads_in_place is None:  # once a step, because configs answer slowly
             self._reads_in_place = self.config is not None and self.config._attn_implementation == NAME
+        if self._reads_in_place and any(isinstance(each, PooledLayer) for each in self.cache.layers[:1]):
+            wanted = "'eager', because the model joins its compressed rows with the window's"
+            raise argument_error("attn_implementation", wanted, repr(NAME))
         if not self._reads_in_place and (why := self._why_kvkit(layer_idx)):
             wanted = f"{NAME!r}, because {why}, and other attention counts rows as positions"
             found = "none" if self.config is None else repr(self.config._attn_implementation)
@@ -473,6 +478,8 @@ def layers_of(owner: KvkitCache, cache: Any, config: Any) -> list[Any]:
         elif fits_config and names[i] in HYBRID:
             state_layer = count + sum(name in HYBRID for name in names[:i])
             layers.append(KvkitHybridLayer(owner, i, state_layer, number_of_states))
+        elif isinstance(layer, PooledLayer):
+            layers.append(KvkitCompressedLayer(owner, i))
         else:
             layers.append(KvkitLayer(owner, i))
     return layers

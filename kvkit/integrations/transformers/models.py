@@ -15,6 +15,7 @@ from typing import Any
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvkit.cache import Cache, IndexedLayer, LatentLayer, SharedLayer, StateLayer
+from kvkit.cache.layers.pooled import PooledLayer
 from kvkit.errors import argument_error
 from kvkit.integrations.transformers import recurrent
 
@@ -29,6 +30,7 @@ LAYER_TYPES = {  # {type of a layer in transformers: the type that kvkit makes}
     "hybrid_sliding": "sliding_attention",
     "dummy": "full_attention",  # it has no keys; a `SharedLayer` takes its place
 }
+COMPRESSED = "deepseek_v4"  # a type of model, which pools tokens itself
 HYBRID = "hybrid", "hybrid_sliding"
 
 
@@ -36,6 +38,10 @@ def geometry(config: Any, kind: str) -> dict[str, Any]:
     """Return the arguments of a kind of cache that a model's config determines."""
     config = config.get_text_config(decoder=True)
     names, arguments = get_layer_types_and_kwargs(config)
+    if config.model_type == COMPRESSED:
+        if kind != "dynamic":
+            raise argument_error("kind", "'dynamic' for a model with compressed rows", repr(kind))
+        return {"num_layers": len(names)}
     for i, name in enumerate(names):
         if name not in LAYER_TYPES:
             raise argument_error("config", f"layers of {', '.join(LAYER_TYPES)}", f"{name} in layer {i}")
@@ -75,6 +81,9 @@ def make_cache(make: Callable[..., Any], config: Any, kind: str, options: dict[s
         return make(**options)
     config = config.get_text_config(decoder=True)
     names, _ = get_layer_types_and_kwargs(config)
+    if config.model_type == COMPRESSED:
+        of_cache = {name: options[name] for name in ("offload", "rope") if name in options}
+        return Cache([compressed_layer(config, name) for name in names], **of_cache)
     latent = latent_sizes(config) if kind == "dynamic" else None
     if not latent and not {"dummy", "linear_attention", *HYBRID}.intersection(names):
         return make(**options)
@@ -96,6 +105,13 @@ def state_layer(config: Any, name: str) -> StateLayer:
     """Return a layer for the state of a model's layer of some type."""
     layer = recurrent.delta_layer(config) if name == "linear_attention" else None
     return StateLayer() if layer is None else layer
+
+
+def compressed_layer(config: Any, name: str) -> PooledLayer:
+    """Return a layer of DeepSeek V4, whose model pools tokens itself."""
+    ratio, index = config.compress_rates.get(name, 0), name == "compressed_sparse_attention"
+    sizes = (config.index_head_dim, config.index_topk) if index else (None, None)
+    return PooledLayer(config.head_dim, config.qk_rope_head_dim, config.sliding_window, ratio, *sizes)
 
 
 def source_of(config: Any, names: list[str], layer_idx: int) -> int:
