@@ -17,7 +17,7 @@ from kvkit.cache.layers.changes import whole
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.layers.positions import (
     Rearrangement,
-    Rotation,
+    RopeLike,
     RowPositions,
     check_rotation,
     planner,
@@ -555,7 +555,7 @@ class CompressedLayer(Layer):
         oldest = max(span.oldest, self._first_of(floor)) if left else 0
         self.span, self.floor = Span(left, oldest, min(span.begin, oldest), 0, left), floor
 
-    def plan(self, call: str, *arguments: Any, rope: Rotation = None, **options: Any) -> Rearrangement:
+    def plan(self, call: str, *arguments: Any, rope: RopeLike = None, **options: Any) -> Rearrangement:
         # Over all tokens, because compressed rows hold those that have left the window.
         length = self.span.length
         now = RowPositions.contiguous(0, length)
