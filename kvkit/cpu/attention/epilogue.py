@@ -14,14 +14,14 @@ import numpy as np
 from numba import types
 
 from kvkit.cpu import memory
-from kvkit.cpu.attention.engines.load import row_run
 from kvkit.cpu.attention.engines.nan_safe import SHRINK
 from kvkit.cpu.attention.online_softmax import fold
 from kvkit.cpu.attention.params import block_at, params_at
 from kvkit.cpu.attention.walk import tile_of, transpose
 from kvkit.cpu.attention.work_items import WIDE, split_bytes, state_stride
-from kvkit.cpu.copy.rows import call_rows
 from kvkit.cpu.simd import attention, pairs
+from kvkit.cpu.simd.lanes import LANES
+from kvkit.formats.elements import BY_NAME
 from kvkit.formulas import numeric
 from kvkit.runtime.jit import callback, helper
 
@@ -59,13 +59,16 @@ def finish(params, block, engine, state):
                 continue
             transpose(o, 4 * WIDE, dim, WIDE, lines, 4 * dim)
             o = lines
+        checks = not (block.nan_safe or (block.wide and not engine.interleaves))
+        if checks:
+            attention.sum_times_zero(o, tile.live * dim, number)
+            if get_float(number) != np.float32(0):
+                return False
         for r in range(tile.live):
             line = o + 4 * r * dim
             m, l = fold(tile.m, tile.l, r, block.rows)
-            if not (block.nan_safe or (block.wide and not engine.interleaves)):
-                attention.sum_times_zero(line, dim, number)
-                if get_float(number) + l * np.float32(0) != np.float32(0):
-                    return False
+            if checks and l * np.float32(0) != np.float32(0):
+                return False
             if state:
                 target = state + (t * block.rows + r) * 4 * (dim + 3)
                 put_float(number, np.float32(1))
@@ -74,9 +77,7 @@ def finish(params, block, engine, state):
                 put_float(target + 4 * dim + 4, l)
                 put_float(target + 4 * dim + 8, grow)
             else:
-                normalize_row(params, block, tile, r, line, m=m, l=l, grow=grow)
-        if not state:
-            write_rows(params, block, tile, 0, tile.live, o)
+                write_row(params, block, tile, r, line, m=m, l=l, grow=grow)
     return True
 
 
@@ -105,8 +106,7 @@ def merge_splits(params_address, block_address, splits, states):
                 if weight != np.float32(0):
                     put_float(number, numeric.normalizer(weight, l, get_float(at + 8)))
                     attention.add_scaled(at - 4 * dim, line, dim, number)
-            normalize_row(params, block, tile, r, line, m=m, l=l, grow=l)
-            write_rows(params, block, tile, r, r + 1, line - 4 * r * dim)
+            write_row(params, block, tile, r, line, m=m, l=l, grow=l)
 
 
 @helper
@@ -133,8 +133,7 @@ def merge_wide_tile(params, block, tile, splits, state):
     transpose(o, line, dim, WIDE, lines, 4 * dim)
     for r in range(tile.live):
         m, l = get_float(tile.m + 4 * r), get_float(tile.l + 4 * r)
-        normalize_row(params, block, tile, r, lines + 4 * r * dim, m=m, l=l, grow=l)
-    write_rows(params, block, tile, 0, tile.live, lines)
+        write_row(params, block, tile, r, lines + 4 * r * dim, m=m, l=l, grow=l)
 
 
 @functools.cache
@@ -143,11 +142,32 @@ def merge_code():
     return callback(merge_splits, types.void(*[types.int64] * 4), control=True)
 
 
+@memory.machine_code
+def call_scaled_row(code, line, target, dim, factor):
+    """Call the machine code of `scaled_row`."""
+
+
+@functools.cache
+def scaled_row(element):
+    """Compile f(line, target, dim, factor), which writes float32 times a factor in a format of floats."""
+    panel, put, size = attention.scaled_panel(element), memory.write(element), BY_NAME[element].bytes(1)
+
+    def scaled_row(line, target, dim, factor):
+        whole = dim // LANES * LANES
+        for i in range(0, whole, LANES):
+            panel(line + 4 * i, target + size * i, factor)
+        for i in range(whole, dim):
+            put(target + size * i, get_float(line + 4 * i) * get_float(factor))
+
+    return callback(scaled_row, types.void(*[types.int64] * 4), element)
+
+
 @helper
-def normalize_row(params, block, tile, r, line, m, l, grow):
-    """Multiply O of a query row with `grow` / l, and write m + log l."""
+def write_row(params, block, tile, r, line, m, l, grow):
+    """Write O of a query row times `grow` / l in the format of the output, and m + log l."""
     token, member = (tile.first + r) // params.group, (tile.first + r) % params.group
     head, shrink = tile.head * params.group + member, np.float32(1)
+    token += get(params.seqstarts + 8 * block.sequence)
     if params.sinks:
         row = block.sequence % params.sink_sequences * params.heads * params.group
         m, l, shrink = numeric.add_sink(m, l, get_float(params.sinks + 4 * (row + head)))
@@ -155,25 +175,10 @@ def normalize_row(params, block, tile, r, line, m, l, grow):
     if params.value_factors:
         at = params.value_factors + block.sequence * params.factor_sequence + tile.head * params.factor_head
         put_float(block.number, get_float(block.number) * get_float(at))
-    attention.scale_by(line, line, params.values.padded_dim, block.number)
+    target = params.out + block.sequence * params.out_sequence + token * params.out_token
+    call_scaled_row(
+        params.float_to_out, line, target + head * params.out_head, params.values.dim, block.number
+    )
     if params.lse:
-        at = params.lse + block.sequence * params.lse_sequence
-        at += (get(params.seqstarts + 8 * block.sequence) + token) * params.lse_token
+        at = params.lse + block.sequence * params.lse_sequence + token * params.lse_token
         put_float(at + head * params.lse_head, numeric.log_sum(m, l))
-
-
-@helper
-def write_rows(params, block, tile, r, end, lines):
-    """Write rows r..end of a tile, at `lines` [rows, dim], in the format of the output."""
-    start, line_bytes = get(params.seqstarts + 8 * block.sequence), 4 * params.values.padded_dim
-    while r < end:
-        token, member = (tile.first + r) // params.group, (tile.first + r) % params.group
-        count, step = row_run(params, tile, r, params.out_token, params.out_head)
-        count = min(count, end - r)
-        target = params.out + block.sequence * params.out_sequence + (start + token) * params.out_token
-        call_rows(
-            params.float_to_out, packed=target + (tile.head * params.group + member) * params.out_head,
-            packed_token=step, cache=lines + r * line_bytes, cache_token=line_bytes, tokens=count,
-            dim=params.values.dim,
-        )  # fmt: skip
-        r += count

@@ -22,7 +22,7 @@ from kvkit.cpu.attention.engines import (
     wide_integers,
     wide_tiles,
 )
-from kvkit.cpu.attention.epilogue import merge_code
+from kvkit.cpu.attention.epilogue import merge_code, scaled_row
 from kvkit.cpu.attention.key_weights import UNIT, key_tiles, weights_bytes, weights_code
 from kvkit.cpu.attention.params import (
     ADDRESS_OWNER,
@@ -357,7 +357,7 @@ def code_fields(form):
     return {
         "keys.to_float": keys, "values.to_float": values,
         "query_to_float": rows(LOAD, "float32", form.data).address,
-        "float_to_out": rows(LOAD, form.data, "float32").address,
+        "float_to_out": scaled_row(form.data).address,
     }  # fmt: skip
 
 

@@ -20,8 +20,10 @@ from kvkit.cpu.attention.walk import (
     clear_padding,
     engine_of,
     load_queries,
+    set_head,
     set_up_block,
     set_up_tiles,
+    tile_of,
 )
 from kvkit.cpu.attention.work_items import (
     TILES,
@@ -119,25 +121,25 @@ def work(worker, params_address):
 @helper
 def attend(params, block, split, splits, states):
     """Compute one work item: the query rows of a tile group over one split of the context."""
-    last_row = (
-        min(block.query_rows, block.row + (block.rows if block.rows < WIDE else WIDE * block.tiles)) - 1
-    )
-    block.first, _ = visible(params, block, block.row // params.group)
-    _, block.end = visible(params, block, last_row // params.group)
-    if splits > 1:  # for query rows that see fewer positions, a split may be empty
-        block.first = min(block.first + split * params.split_tokens, block.end)
-        block.end = min(block.end, block.first + params.split_tokens)
     block.nan_safe = 0
-    set_up_block(params, block)
+    if not block.ready:
+        set_range(params, block, split, splits)
+        set_up_block(params, block)
     engine, state = engine_of(params, block), states + split * split_bytes(params) if states else states
     block.in_states = block.wide and states and not engine.interleaves
-    set_up_tiles(params, block, state)
+    if block.ready:
+        set_head(params, block, tile_of(params, block, 0), block.head)
+    else:
+        set_up_tiles(params, block, state)
     load_queries(params, block, engine)
     attend_blocks(params, block, engine)
     if engine.finish:
         call_engine(engine.finish, params, block, block)
+    is_narrow = block.tiles == 1 and not block.wide
+    block.ready = is_narrow and splits == 1 and block.end - block.first <= block.size
     if not finish(params, block, engine, state):  # a sum is not finite
-        block.nan_safe, block.size = 1, min(block.size, params.wide_block)  # values are widened
+        block.nan_safe, block.ready = 1, 0
+        block.size = min(block.size, params.wide_block)  # values are widened
         clear_padding(params, block)
         floats = engine_of(params, block)
         if block.wide:
@@ -146,6 +148,19 @@ def attend(params, block, split, splits, states):
         finish(params, block, engine, state)
     if params.key_sums:
         call_engine(params.add_key_weights, params, block, block)
+
+
+@helper
+def set_range(params, block, split, splits):
+    """Set the range of positions that a work item attends to."""
+    last_row = (
+        min(block.query_rows, block.row + (block.rows if block.rows < WIDE else WIDE * block.tiles)) - 1
+    )
+    block.first, _ = visible(params, block, block.row // params.group)
+    _, block.end = visible(params, block, last_row // params.group)
+    if splits > 1:  # for query rows that see fewer positions, a split may be empty
+        block.first = min(block.first + split * params.split_tokens, block.end)
+        block.end = min(block.end, block.first + params.split_tokens)
 
 
 @functools.cache

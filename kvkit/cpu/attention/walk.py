@@ -48,7 +48,11 @@ def attend_blocks(params, block, engine):
     block.begin = block.first
     together = 1 if block.nan_safe else block.together
     while block.begin < block.end:
-        find_block(params, block)
+        if not block.ready:
+            find_block(params, block)
+        if block.lead and (block.begin == block.first or block.prefetch_twice) and block.tiles == 1:
+            prefetch_rows(params, block, params.keys, block.key_row_ids)
+            prefetch_rows(params, block, params.values, block.value_row_ids)
         for begin in range(0, block.tiles, together):
             tile = tile_of(params, block, begin)
             load_block(params, block, tile, engine)  # K, V in the engine's form      [tokens, dim]
@@ -202,13 +206,7 @@ def set_up_tiles(params, block, state):
         tile.seen_from, tile.unseen_from = visible(
             params, block, (tile.first + tile.live - 1) // params.group
         )
-        tile.keys, tile.key_scales = rows_of_head(params.keys, block, tile.head)
-        tile.values, tile.value_scales = rows_of_head(params.values, block, tile.head)
-        if block.widens:
-            tile.keys, tile.values = block.wide_keys, block.wide_values
-        tile.factor = (
-            params.key_factors + block.sequence * params.factor_sequence + tile.head * params.factor_head
-        )
+        set_head(params, block, tile, tile.head)
         tile.queries = at + offsets.queries + 4 * t * rows * dim
         tile.engine_queries = at + offsets.engine_queries + t * rows * params.engine_query_bytes
         buffers = 2 if block.wide else block.together  # engines may score the next wide tile early
@@ -221,12 +219,25 @@ def set_up_tiles(params, block, state):
 
 
 @helper
+def set_head(params, block, tile, head):
+    """Set the key head of a tile: the addresses of its rows and of its factor."""
+    tile.head = head
+    tile.keys, tile.key_scales = rows_of_head(params.keys, block, head)
+    tile.values, tile.value_scales = rows_of_head(params.values, block, head)
+    if block.widens:
+        tile.keys, tile.values = block.wide_keys, block.wide_values
+    tile.factor = params.key_factors + block.sequence * params.factor_sequence + head * params.factor_head
+
+
+@helper
 def load_queries(params, block, engine):
     """Load the queries of every tile as float32 times the scale, [dim, rows] if wide, else in panels.
 
     An engine whose queries have another form converts them further, or loads them itself.
     """
     lines, dim, wide = block.workspace + params.workspace.lines, params.keys.padded_dim, block.wide
+    in_order = not (wide or params.integers or params.orders)
+    put_float(block.number, np.float32(1))
     for t in range(block.tiles):
         tile = tile_of(params, block, t)
         if engine.reads_queries:
@@ -243,11 +254,14 @@ def load_queries(params, block, engine):
                 params.query_to_float, packed=line, packed_token=4 * dim,
                 cache=query_at(params, block, tile, r), cache_token=step, tokens=count, dim=params.keys.dim,
             )  # fmt: skip
-            if not engine.scales_scores:
+            if not (engine.scales_scores or in_order):
                 attention.scale_by(line, line, count * dim, tile.factor)
             r += count
         if wide:
             transpose(lines, 4 * dim, WIDE, dim, tile.queries, 4 * WIDE)
+        elif in_order:
+            factor = block.number if engine.scales_scores else tile.factor
+            attention.to_panels(place, tile.queries, block.rows, dim, factor)
         elif not params.integers:
             in_panels(place, tile.queries, block.rows, dim, params.orders)
         if engine.queries:
@@ -256,10 +270,7 @@ def load_queries(params, block, engine):
 
 @helper
 def in_panels(source, target, rows, dim, orders):
-    """Write query rows [row, dim] as panels [dim / LANES, row, LANES], ordered by `orders` unless it is 0."""
-    if not orders:
-        attention.to_panels(source, target, rows, dim)
-        return
+    """Write query rows [row, dim] as panels [dim / LANES, row, LANES], ordered by `orders`."""
     order, panel = orders + 8 * rows * dim, 4 * LANES
     for r in range(rows):
         for i in range(dim):
@@ -282,9 +293,8 @@ def clear_sums(params, block):
     """Begin with m = -inf, l = 0, O = 0."""
     lanes = max(block.rows, LANES)
     m, l = block.workspace + params.workspace.m, block.workspace + params.workspace.l
-    for i in range(0, 4 * block.tiles * lanes, 4):
-        put_float(m + i, MINUS_INF)
-        put_float(l + i, np.float32(0))
+    attention.fill_minus_inf(m, block.tiles * lanes)
+    attention.clear(l, block.tiles * lanes)
     count = block.rows * params.values.padded_dim
     for t in range(block.tiles):
         attention.clear(tile_of(params, block, t).o, count)
@@ -308,9 +318,6 @@ def find_block(params, block):
         if block.touches_pages:
             touch_pages(params, block, keys)
             touch_pages(params, block, values)
-        if (block.begin == block.first or block.prefetch_twice) and block.tiles == 1:
-            prefetch_rows(params, block, keys, block.key_row_ids)
-            prefetch_rows(params, block, values, block.value_row_ids)
 
 
 @helper

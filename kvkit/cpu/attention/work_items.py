@@ -33,7 +33,7 @@ def narrow_rows(count):
 @helper
 def set_sequence(params, block, b):
     """Set the block's sequence: its new tokens, its context, and its query rows per key head."""
-    block.sequence, block.table_row = b, b * params.table_row
+    block.sequence, block.table_row, block.ready = b, b * params.table_row, 0
     if params.table_starts:
         block.table_row = params.table_entry * get(params.table_starts + 8 * b)
     block.seqlen = get(params.seqstarts + 8 * b + 8) - get(params.seqstarts + 8 * b)

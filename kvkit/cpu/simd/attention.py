@@ -467,13 +467,14 @@ def widen_numbers(stored):
 
 
 @micro_kernel
-def to_panels(b, source, target, rows, dim):
-    """Copy [row, dim] to [dim / LANES, row, LANES]."""
+def to_panels(b, source, target, rows, dim, number):
+    """Write [row, dim] times the float32 at an address as [dim / LANES, row, LANES]."""
+    factor = lanes.broadcast(b, number, LANES)
     with loop(b, rows) as r:
         line, panel = b.add(source, b.mul(b.mul(r, dim), I64(4))), b.add(target, b.mul(r, I64(LINE)))
         with loop(b, dim, LANES) as i:
             at = b.mul(i, I64(4))
-            write(b, b.add(panel, b.mul(at, rows)), read(b, b.add(line, at), F32, LANES))
+            write(b, b.add(panel, b.mul(at, rows)), read(b, b.add(line, at), F32, LANES) * factor)
 
 
 @micro_kernel
@@ -507,13 +508,32 @@ def dots(b, row, rows, step, count, size, target, target_step):
         store_first(b, total, b.add(target, b.mul(i, target_step)))
 
 
+@functools.cache
+def scaled_panel(element):
+    """Return f(source, target, number): write 16 float32 times the float32 at an address in a format."""
+
+    @micro_kernel
+    def scaled_panel(b, source, target, number):
+        product = read(b, source, F32, LANES) * lanes.broadcast(b, number, LANES)
+        write(b, target, lanes.narrow(product, element))
+
+    return scaled_panel
+
+
 @micro_kernel
 def sum_times_zero(b, source, count, target):
     """Write the sum of all numbers times 0: it is 0 unless one is not finite. 16 divides `count`."""
-    sums = StackSlots(b, lanes.zeros(b, LANES))
-    with loop(b, count, LANES) as i:
-        sums[0] = read(b, b.add(source, b.mul(i, I64(4))), F32, LANES).fma(0.0, sums[0])
-    store_first(b, lanes.sums_of([sums[0], *lanes.zeros(b, LANES, LANES - 1)]), target)
+    sums = StackSlots(b, lanes.zeros(b, LANES, 4))
+    whole = b.and_(count, I64(-4 * LANES))
+    with loop(b, whole, 4 * LANES) as i:
+        at = b.add(source, b.mul(i, I64(4)))
+        for k in range(4):  # sums that do not wait for each other
+            sums[k] = read(b, b.add(at, I64(4 * LANES * k)), F32, LANES).fma(0.0, sums[k])
+    rest = b.add(source, b.mul(whole, I64(4)))
+    with loop(b, b.sub(count, whole), LANES) as i:
+        sums[0] = read(b, b.add(rest, b.mul(i, I64(4))), F32, LANES).fma(0.0, sums[0])
+    total = (sums[0] + sums[1]) + (sums[2] + sums[3])
+    store_first(b, lanes.sums_of([total, *lanes.zeros(b, LANES, LANES - 1)]), target)
 
 
 @micro_kernel
@@ -605,6 +625,14 @@ def prefetch_bytes(b, address, size):
     """Prefetch `size` bytes."""
     with loop(b, size, LINE) as i:
         lanes.prefetch(b, b.add(address, i))
+
+
+@micro_kernel
+def fill_minus_inf(b, target, count):
+    """Write -inf; 16 divides `count`."""
+    with loop(b, count, LANES) as i:
+        lowest = lanes.Lanes(b, lanes.zeros(b, LANES)[0].of(float("-inf")))
+        write(b, b.add(target, b.mul(i, I64(4))), lowest)
 
 
 @micro_kernel

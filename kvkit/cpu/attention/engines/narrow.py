@@ -86,13 +86,15 @@ def scores(
         rows, stored, scale_format, group, (scale_format,) if exact else (), near=near, in_order=in_order
     )
 
+    tokens = chunks.tile_tokens(rows)
+
     def scores(params_address, block_address, tile_address):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
         multiply(
             queries=tile.queries, keys=tile.keys, key_row=block.key_row,
             scale_base=tile.key_scales, scale_row=params.keys.scale_row, row_ids=block.key_ids,
             ahead=prefetched(block.prefetch_in_scores, block, tile), shift=0,
-            count=whole_tiles(tile.count), dim=params.keys.padded_dim, scores=tile.scores,
+            count=-(-tile.count // tokens) * tokens, dim=params.keys.padded_dim, scores=tile.scores,
         )  # fmt: skip
 
     return step_code(scores, ("scores", rows, stored, scale_format, group, exact, near, in_order))
