@@ -104,7 +104,10 @@ def convert(
         if axis is not None or dask is not None or len(sources) > 1:
             raise KvkitError("--ranks: expected one IN, and neither --axis nor --dask")
         results = cut_file(sources[0], target, ranks, (keys, values, fused), model, options)
-        show_results(results, as_json, quiet)
+        if as_json and not quiet:
+            click.echo(json.dumps({name: done.to_dict() for name, done in results.items()}, indent=2))
+        for name, done in results.items() if not (as_json or quiet) else ():
+            tool.show_text(f"{name}: {done}")
         return
     inputs = [sources] if axis is not None else [(source,) for source in sources]
     targets = targets_of(inputs, target)
@@ -194,15 +197,6 @@ def cut_file(path, target, ranks, patterns, model, options):
     return {
         str(each): tools.convert(part, each, **options) for each, part in zip(targets, parts, strict=True)
     }
-
-
-def show_results(results, as_json, quiet):
-    """Print what was written, by the names of files."""
-    if as_json and not quiet:
-        click.echo(json.dumps({name: done.to_dict() for name, done in results.items()}, indent=2))
-    elif not quiet:
-        for name, done in results.items():
-            tool.show_text(f"{name}: {done}")
 
 
 def page_size_of(text):

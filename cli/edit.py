@@ -73,7 +73,10 @@ def edit(ctx, source, close, rope, output, as_json, **changes):
     if not ctx.meta["order"] or output is None:
         raise KvkitError("edit: expected a change (--remove, ...), and -o OUT")
     check_target(output)
-    if is_llama(source):
+    check_source(source)
+    with open(source, "rb") as file:
+        is_llama = file.read(4) in llama.MAGICS
+    if is_llama:
         edit_state(ctx, source, output, changes, close, as_json)
         return
     if output.suffix != ".npz":
@@ -87,32 +90,22 @@ def edit(ctx, source, close, rope, output, as_json, **changes):
     layer = longest(cache)
     shifts = {"rope_shifts": layer.rope_shifts.tolist()}
     if layer.positions.ndim > 1:
-        print_heads(layer.lengths, cache.get_seq_length(), as_json, shifts)
+        lengths, end = layer.lengths, cache.get_seq_length()  # of each head, [B, heads]
+        facts = {"tokens": lengths.tolist(), "next_position": end} | shifts
+        text = f"{lengths.min()} to {lengths.max()} tokens in a head, the next at {end}"
+        click.echo(json.dumps(facts) if as_json else text)
     else:
         print_tokens(layer.positions, cache.get_seq_length(), as_json, shifts)
 
 
-def print_heads(lengths, next_position, as_json, more):
-    """Print how many tokens are left in each head, [B, heads]; `more` is added to JSON."""
-    facts = {"tokens": lengths.tolist(), "next_position": next_position} | more
-    text = f"{lengths.min()} to {lengths.max()} tokens in a head, the next at {next_position}"
-    click.echo(json.dumps(facts) if as_json else text)
-
-
 def print_tokens(positions, next_position, as_json, more):
     """Print how many tokens are left, and their positions; `more` is added to JSON."""
-    runs = position_runs(positions)
+    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
+    runs = [[int(run[0]), int(run[-1]) + 1] for run in np.split(positions, breaks) if len(run)]
     facts = {"tokens": len(positions), "next_position": next_position, "positions": runs} | more
     shown = ",".join(f"{begin}:{end}" for begin, end in runs)
     text = f"{len(positions)} tokens at {shown or 'none'}, the next at {next_position}"
     click.echo(json.dumps(facts) if as_json else text)
-
-
-def is_llama(source):
-    """Return whether a file is a session or state of llama.cpp."""
-    check_source(source)
-    with open(source, "rb") as file:
-        return file.read(4) in llama.MAGICS
 
 
 def edit_state(ctx, source, output, changes, close, as_json):
@@ -217,12 +210,6 @@ def parse_range(name, text, has_third):
         raise KvkitError(f"--{name} {text}: expected {CHANGES[name][0]}, as {form}")
     begin, end, third = found.groups()
     return int(begin or 0), int(end) if end else None, int(third) if has_third else None
-
-
-def position_runs(positions):
-    """Return [begin, end) of each run of consecutive positions."""
-    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
-    return [[int(run[0]), int(run[-1]) + 1] for run in np.split(positions, breaks) if len(run)]
 
 
 def parse_rope(text):

@@ -78,6 +78,8 @@ def module_of(name: str) -> str | None:
 def system_facts() -> dict[str, str]:
     """Return {name: fact} about this system."""
     distances, source = prefetching.of_this_machine()
+    layer, layers = numba.config.THREADING_LAYER, numba.config.THREADING_LAYER_PRIORITY
+    obstacle = machine.tiles_obstacle()
     modules, features = (np, numba, llvmlite, ml_dtypes), llvmlite.binding.get_host_cpu_features()
     vectors = next((name for feature, name in VECTORS.items() if features.get(feature)), "no known vectors")
     return {
@@ -87,25 +89,14 @@ def system_facts() -> dict[str, str]:
         **{module.__name__: module.__version__ for module in modules},
         "CPU": f"{this_processor().name}, {vectors}; to LLVM {llvmlite.binding.get_host_cpu_name()}",
         "prefetches": f"{tuning.describe(distances)} ({source})",
-        "tiles (AMX)": tiles_state(),
+        "tiles (AMX)": f"not used: {obstacle}" if obstacle else "used",
         "threads": f"{numba.get_num_threads()} of at most {numba.config.NUMBA_NUM_THREADS}",
-        "threading layer": threading_layer(),
+        # Numba chooses when the first parallel kernel starts.
+        "threading layer": f"{layer}: the first of {', '.join(layers)} that loads",
         "compile cache": show.code_folder_text(cache_folder()),
         "backend cpu": "works",
         "backend cuda": cuda_state(),
     }
-
-
-def tiles_state() -> str:
-    """Return whether attention uses the processor's tiles, or why not."""
-    obstacle = machine.tiles_obstacle()
-    return f"not used: {obstacle}" if obstacle else "used"
-
-
-def threading_layer() -> str:
-    """Return the threading layer setting. Numba chooses when the first parallel kernel starts."""
-    layer = numba.config.THREADING_LAYER
-    return f"{layer}: the first of {', '.join(numba.config.THREADING_LAYER_PRIORITY)} that loads"
 
 
 def cuda_state() -> str:

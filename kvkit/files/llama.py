@@ -202,7 +202,11 @@ def read_memory(
         source.at = begin
         caches: list[CellCache] = []
         try:
-            outputs = read_outputs(source) if has_outputs else {}
+            outputs = {} if not has_outputs else {  # of the last batch, saved until 2026
+                "outputs": source.array("<i4", source.number()),
+                "logits": source.array("<f4", source.number("<u8")),
+                "embeddings": source.array("<f4", source.number("<u8")),
+            }  # fmt: skip
             while not source.ended:
                 at = source.at
                 try:
@@ -217,15 +221,6 @@ def read_memory(
         except Unfit as error:
             errors.append((source.at, error))
     raise max(errors, key=lambda pair: pair[0])[1]
-
-
-def read_outputs(source: ByteReader) -> dict[str, Array]:
-    """Read the outputs of the last batch. llama.cpp saved them until 2026."""
-    return {
-        "outputs": source.array("<i4", source.number()),
-        "logits": source.array("<f4", source.number("<u8")),
-        "embeddings": source.array("<f4", source.number("<u8")),
-    }
 
 
 def read_cache(source: ByteReader, fields: tuple[str, ...], has_values: bool) -> CellCache:

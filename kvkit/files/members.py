@@ -169,13 +169,6 @@ def unpack_into(data: IO[bytes], array: Array) -> Array:
     return array
 
 
-def member_info(name: str) -> zipfile.ZipInfo:
-    """Return a member's entry with a constant date and system, so that equal arrays give equal files."""
-    member = zipfile.ZipInfo(name)
-    member.create_system = 3  # Unix
-    return member
-
-
 def make_header(array: Array) -> bytes:
     """Return the .npy header of an array; dtypes that numpy lacks are void."""
     buffer, fields = BytesIO(), npy.header_data_from_array_1_0(array)
@@ -194,7 +187,8 @@ def write(
 ) -> None:
     """Write an array at byte `position` of the archive, with aligned data; `advance` gets chunk sizes."""
     head = make_header(array)
-    member = member_info(name)
+    member = zipfile.ZipInfo(name)  # a constant date and system, so that equal arrays give equal files
+    member.create_system = 3  # Unix
     begin = position + LOCAL_HEADER + len(name.encode()) + PADDING.size + ZIP64_FIELD + len(head)
     zeros = -begin % ALIGNMENT
     member.extra = PADDING.pack(0xD935, 2 + zeros, ALIGNMENT) + bytes(zeros)

@@ -304,7 +304,10 @@ def named(format: str | Format, **options: Any) -> Format:
         requested.append((key, word))
     fields: dict[str, Any] = {}
     for keyword, word in requested:
-        field, value = parse_option(word)
+        group = word[1:] if word[:1] == "g" and word.isascii() and word[1:].isdecimal() else ""
+        field, value = OPTION_FIELDS.get(word, (None, None))
+        if group and int(group):
+            field, value = "group", int(group)
         legal = word in base.options or (field == "group" and "gN" in base.options)
         if field is None or not legal or keyword not in (None, field):
             wanted = f"options among {', '.join(base.options)}" if base.options else "no options"
@@ -313,10 +316,3 @@ def named(format: str | Format, **options: Any) -> Format:
     if base.rule == "given" and not base.per and "group" in fields:
         fields.setdefault("per", "group")
     return replace(base, name=":".join((base.name, *words)), **fields)
-
-
-def parse_option(word: str) -> tuple[str | None, Any]:
-    """Return the (field, value) of `Format` that an option sets; (None, None) for an unknown word."""
-    if word[:1] == "g" and word.isascii() and word[1:].isdecimal() and int(word[1:]):
-        return "group", int(word[1:])
-    return OPTION_FIELDS.get(word, (None, None))

@@ -94,18 +94,12 @@ def view(arrays: Any, layout: str | Layout, *, sizes: Mapping[str, int] | None =
     array([0., 7., 7.], dtype=float16)
     """
     line = parse(layout)
-    check_viewable(line)
-    kv = arrange(iterate_leaves(arrays, line, check_sizes("sizes", sizes)), line, order_axes)
-    return KV(in_kind_of(arrays, kv.keys), in_kind_of(arrays, kv.values))
-
-
-def check_viewable(line: Layout) -> None:
-    """Check that a strided view can show the layout."""
     check_one_kind(line)
-    if line.split:
-        name = line.split
+    if name := line.split:
         got = f"'{line}', where {name} is split into {name}1 and {name}0 (kvkit.layouts.convert copies it)"
         raise argument_error("layout", "whole axes, for a view", got)
+    kv = arrange(iterate_leaves(arrays, line, check_sizes("sizes", sizes)), line, order_axes)
+    return KV(in_kind_of(arrays, kv.keys), in_kind_of(arrays, kv.values))
 
 
 def check_one_kind(line: Layout) -> None:

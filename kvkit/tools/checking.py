@@ -14,7 +14,7 @@ from kvkit.tools.case import Case
 from kvkit.tools.contents import Source
 from kvkit.tools.findings import Findings, examine
 from kvkit.tools.rules import RULES, layouts, states
-from kvkit.tools.source import SLIDING, CacheSource
+from kvkit.tools.source import SLIDING
 
 
 def check(
@@ -97,15 +97,13 @@ def check(
         slots = later.given.get("slot_mapping", case.given.get("slot_mapping"))
     if "state_layout" in case.given:
         return examine((case, later, slots), {"W2": states.STATE_IN_OTHER_ORDER}, progress)
-    if slots is None and (slots := new_rows(case.source, later.source)) is None:
-        raise argument_error("slots", "the slots that were written, or tables before and after", "None")
+    if slots is None:
+        tables = [each.block_tables(each.page_size()) for each in (case.source, later.source)]
+        rows = [each[1].rows() for each in tables if each is not None]
+        if len(rows) < 2:
+            raise argument_error("slots", "the slots that were written, or tables before and after", "None")
+        slots = np.setdiff1d(rows[1], rows[0])  # those that only the tables after the call have
     if [side.array.shape for side in case.sides] != [side.array.shape for side in later.sides]:
         raise argument_error("after", "caches of the same shapes", "others")
     slots = integers("slots", slots).reshape(-1).astype(np.int64)
     return examine((case, later, slots), {"W1": layouts.WRITTEN_ELSEWHERE}, progress)
-
-
-def new_rows(before: CacheSource, after: CacheSource) -> np.ndarray | None:
-    """Return the rows in tables after a call that were not in tables before it; None without tables."""
-    old, new = before.block_tables(before.page_size()), after.block_tables(after.page_size())
-    return None if old is None or new is None else np.setdiff1d(new[1].rows(), old[1].rows())

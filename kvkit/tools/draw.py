@@ -68,20 +68,14 @@ def layout(name: str | Layout, *, sizes: Mapping[str, int] | None = None, kind: 
     drawn = drawn_sizes(line, sizes)
     title = f"{name}: {line}" if str(name) in NAMED else str(line)
     sides = [0, 1] if line.value_axes != line.axes else [0]
-    lines: list[tuple[str, list[svg.Cell]]] = [(title, []), (count_arrays(line, drawn), [])]
+    counts = " of ".join(f"{2 if axis == 'kv' else drawn[axis]} ({axis})" for axis in line.lists)
+    arrays = f"lists of {counts} arrays; one of them:" if counts else "one array"
+    lines: list[tuple[str, list[svg.Cell]]] = [(title, []), (arrays, [])]
     for side in sides:
         heading = ("keys", "values")[side] if len(sides) > 1 else ""
         lines += [("", []), *((text, []) for text in stride_table(line, side, drawn, heading)), ("", [])]
         lines += memory(line, side, drawn)
     return render(title, lines, kind)
-
-
-def count_arrays(line: Layout, sizes: Mapping[str, int]) -> str:
-    """Return a text that says how many arrays a layout has."""
-    if not line.lists:
-        return "one array"
-    counts = " of ".join(f"{2 if axis == 'kv' else sizes[axis]} ({axis})" for axis in line.lists)
-    return f"lists of {counts} arrays; one of them:"
 
 
 def stride_table(line: Layout, side: int, sizes: Mapping[str, int], heading: str) -> list[str]:

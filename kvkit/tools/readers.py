@@ -225,7 +225,9 @@ def open_arrays(
     code_dtypes = {each.dtype for each in leaves(cache)} - {one.dtype for one in FLOATS}
     format_name = source.format_of(code_dtypes, from_format) if code_dtypes else None
     formats = formats_of_sides(format_name) if format_name else None
-    undone = rotation_to_undo(source, rotation)
+    if rotation is not None and source.contents.description.rotation == "none":
+        raise argument_error("rotation", "none, as the file says", rotation)
+    undone = rotation_named(rotation)
     has_tables = any(name.startswith(TABLE_PREFIXES) for name in source.arrays)
     if formats and str(source.layout) in (LINE, LISTS) and not has_tables:  # as `convert` writes codes
         scales = {BESIDE[name]: arrays for name, arrays in source.scales.items()}
@@ -283,13 +285,6 @@ def formats_of_sides(text: str) -> tuple[Format | None, Format | None]:
     names = text.split("/") if "/" in text else [text, text]
     found = [None if name in map(str, FLOATS) else formats_named(name)[i] for i, name in enumerate(names)]
     return found[0], found[1]
-
-
-def rotation_to_undo(source: CacheSource, name: str | None) -> Rotation | None:
-    """Return the rotation of a name; raise if the file says that there is none."""
-    if name is not None and source.contents.description.rotation == "none":
-        raise argument_error("rotation", "none, as the file says", name)
-    return rotation_named(name)
 
 
 def undo_rotation(side: SideReader, rotation: Rotation, value: bool) -> SideReader:

@@ -199,7 +199,10 @@ def study_layer(source: Lazy, plan: Lazy, title: str, i: int) -> StudiedLayer:
     """Study a layer under all schemes and policies, each in a thread."""
     layer, name = source.value.layer(i), source.value.name
     chosen = plan.value.fitting(layer.queries)
-    check_tokens(layer)
+    for side in (layer.key, layer.value):
+        if 0 in (side.tokens, side.heads, side.dim):
+            got = f"{side.tokens} tokens of {side.heads} heads of {side.dim} elements in {layer.name}"
+            raise argument_error("source", "a cache that holds tokens", got)
     if layer.value_dim and chosen.policies:
         raise argument_error("evict", "no policies, for latent rows", "policies")
     rows: list[TableRow] = []
@@ -236,14 +239,6 @@ def study_layer(source: Lazy, plan: Lazy, title: str, i: int) -> StudiedLayer:
         bits={each: found[each].bits for each in chosen.names},
         sums={each: found[each].sums for each in chosen.names},
     )  # fmt: skip
-
-
-def check_tokens(layer: LayerReader) -> None:
-    """Raise if a layer has no elements."""
-    for side in (layer.key, layer.value):
-        if 0 in (side.tokens, side.heads, side.dim):
-            got = f"{side.tokens} tokens of {side.heads} heads of {side.dim} elements in {layer.name}"
-            raise argument_error("source", "a cache that holds tokens", got)
 
 
 def study_scheme(layer: LayerReader, name: str, *schemes: Any, judge: int | None = None) -> evicting.Measured:

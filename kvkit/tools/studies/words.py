@@ -34,17 +34,14 @@ DECIDING = (  # columns on a narrow screen: the first of these lists of which a 
 
 def table(summary: list[Summary], wide: bool = True) -> TextTable:
     """Return the table of schemes; `wide` adds columns for pages."""
-    rows = [{"scheme": one.scheme + NO_POLICY * one.is_oracle, **cells(measured(one))} for one in summary]
+    rows = []
+    for one in summary:
+        parts = parts_of(one.scheme)  # tokens that a policy keeps without a scheme have no errors
+        errors = dict.fromkeys(ERRORS) if parts is not None and not parts.scheme else {}
+        rows.append({"scheme": one.scheme + NO_POLICY * one.is_oracle, **cells(vars(one) | errors)})
     evicts = any(one.evicts for one in summary)
     hidden = NOT_WITH_POLICIES if evicts else () if wide else NOT_ON_TERMINALS
     return filled_columns([{name: row[name] for name in row if name not in hidden} for row in rows])
-
-
-def measured(one: Summary) -> dict[str, Any]:
-    """Return the numbers of a scheme. Tokens that a policy keeps without a scheme have no errors."""
-    parts = parts_of(one.scheme)
-    uncoded = parts is not None and not parts.scheme
-    return vars(one) | (dict.fromkeys(ERRORS) if uncoded else {})
 
 
 def deciding_columns(headings: tuple[str, ...]) -> tuple[str, ...]:

@@ -68,14 +68,6 @@ def dynamic_mask(rng: Generator, sizes: Sizes, heads: int, dtype: str = "float32
     return Call("dynamic_batching.alibi_mask", inputs, {"num_heads": heads, "data_type": dtype})
 
 
-def index_call(sizes: Sizes) -> Call:
-    """Return a call for the positions of packed tokens."""
-    starts = np.cumsum([0, *sizes.each(1, 3, 0, 2)])
-    inputs = {"sequences": np.zeros(starts[-1], np.int64), "seqstarts": starts}
-    inputs["start_pos"] = np.array(sizes.each(40, 0, 7, 11))
-    return Call("dynamic_batching.position_index", inputs | {"max_seqlen": None}, {})
-
-
 def positions(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
     """Yield (name, call) for the operators of positions in the suite `pmx`."""
     for dtype in FP_TYPES:
@@ -93,4 +85,7 @@ def positions(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
         yield f"alibi-mask-dynamic-{dtype}", dynamic_mask(rng, sizes, 6, dtype)
     for mask in ("float", "bool"):
         yield f"alibi-mask-and-{mask}", static_mask(rng, 4, mask=mask)
-    yield "position-index", index_call(sizes)
+    starts = np.cumsum([0, *sizes.each(1, 3, 0, 2)])
+    inputs: dict[str, Any] = {"sequences": np.zeros(starts[-1], np.int64), "seqstarts": starts}
+    inputs |= {"start_pos": np.array(sizes.each(40, 0, 7, 11)), "max_seqlen": None}
+    yield "position-index", Call("dynamic_batching.position_index", inputs, {})
