@@ -15,7 +15,7 @@ from kvkit.errors import KvkitError, brief, near_names
 from kvkit.operators import OPERATORS, REQUIRED, Attribute, Input, Operator
 from kvkit_cli.show import suggestion
 
-FEW = 5  # names in a message
+SOME = 5  # names in a message
 SPECIFIED = re.compile(r"[\w.]*(?:[a-z]_[a-z]|[A-Za-z][a-z]+[A-Z])[\w.]*")  # KeyValueCache, swap_blocks
 VALUE_KINDS = {  # {type of a value: (its name in errors, its form in --set)}
     int: ("an integer", "NUMBER"),
@@ -155,8 +155,8 @@ def check_names(
     known = f"{op.name} takes {', '.join(legal)} (see kvkit describe {op.name})"
     extra = [name for name in arrays if name not in legal]
     if extra:
-        shown = ", ".join(name + suggestion(name, legal) for name in map(brief, extra[:FEW]))
-        more = f" and {len(extra) - FEW} more" if len(extra) > FEW else ""
+        shown = ", ".join(name + suggestion(name, legal) for name in map(brief, extra[:SOME]))
+        more = f" and {len(extra) - SOME} more" if len(extra) > SOME else ""
         raise KvkitError(f"{path}: unknown arrays {shown}{more}; {known}")
     required = [array.name for array in op.inputs if not array.optional]
     required += [attribute.name for attribute in op.attributes if attribute.default is REQUIRED]

@@ -14,7 +14,7 @@ from kvkit.errors import KvkitError, brief
 from kvkit.operators import Operator
 from kvkit_cli import complete, npz, show, watch
 from kvkit_cli.arguments import (
-    FEW,
+    SOME,
     argument_names,
     bind,
     check_headers,
@@ -148,7 +148,7 @@ def mapped_arrays(path: Path | None, arrays: ArrayDict, names: dict[str, str]) -
     """Return the arrays of a file under the operator's names."""
     for array, name in names.items():
         if array not in arrays:
-            hint = suggestion(array, arrays) or f"; there are {', '.join(map(brief, [*arrays][:FEW]))}"
+            hint = suggestion(array, arrays) or f"; there are {', '.join(map(brief, [*arrays][:SOME]))}"
             raise KvkitError(f"--map {array}={name}: {path or 'no IN.npz'} has no array {array}{hint}")
         if name in arrays and name not in names:
             raise KvkitError(f"--map {array}={name}: {path} has an array {name} too")

@@ -34,7 +34,7 @@ from kvkit.tools.text import size
 
 __all__ = ["code_folder_text", "console", "progress", "shape", "size", "suggestion", "table"]
 
-NARROWER, WIDEST = 72, 1000  # columns: tables become lists below the first; the second fits any table
+NARROWER, ANY_TABLE = 72, 1000  # columns: tables become lists below the first; the second fits any table
 BAR_FROM = 256 * 2**20  # bytes; fewer are written too fast for a bar
 
 
@@ -47,7 +47,7 @@ def out(thing: Any, **style: Any) -> None:
     """Print on stdout: without padding into a pipe, and tables as lists on a narrow terminal."""
     screen = console()
     is_wide_table = isinstance(thing, Table) and len(thing.columns) > 3 and screen.width < NARROWER
-    if is_wide_table and console(width=WIDEST).measure(thing).maximum > screen.width:
+    if is_wide_table and console(width=ANY_TABLE).measure(thing).maximum > screen.width:
         thing = as_list(thing)
     if screen.is_terminal:
         screen.print(thing, **style)

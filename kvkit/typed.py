@@ -5,7 +5,7 @@ is an `int`: `kvkit.layouts.pmx` lists the layouts.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from numpy.typing import NDArray
@@ -16,4 +16,5 @@ Arrays = Sequence[Array] | Array  # several arrays; one array counts as its part
 Attended = Array | Any  # an array, or with `return_lse` a `Pair`; `Any` spares callers a cast
 States = Array | Any  # an array, or a view that `numpy.asarray` converts
 Values = TypeVar("Values", Array, None)  # values beside keys, or None; a function returns the same type
+Method = TypeVar("Method", bound=Callable[..., Any])  # a decorator returns the type of what it decorates
 FilePath = str | os.PathLike[str]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self, SupportsIndex, TypeVar, cast
+from typing import Any, Self, SupportsIndex, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -23,11 +23,10 @@ from kvkit.cache.stores import allocation
 from kvkit.checks.values import flag, integer
 from kvkit.errors import KvkitError, add_keyword_hint, argument_error
 from kvkit.runtime.locks import CallLock, LayerLock
-from kvkit.typed import Array, Attended, FilePath, Pair, States
+from kvkit.typed import Array, Attended, FilePath, Method, Pair, States
 
 SAVED = "cache.npz"  # what `close` saves in the folder of an offloaded cache
 
-Method = TypeVar("Method", bound=Callable[..., Any])
 RopesLike = RopeLike | list[RopeLike] | tuple[RopeLike, ...]  # one for all layers, or one for each
 
 

@@ -15,7 +15,7 @@ from kvkit.checks.values import integer
 from kvkit.errors import CapacityError, argument_error, describe
 from kvkit.typed import Array
 
-StateForms = Mapping[str, tuple[tuple[int, ...], Any]]  # {name: (shape of a state, dtype)}
+PoolForms = Mapping[str, tuple[tuple[int, ...], Any]]  # {name: (shape of a state, dtype)}
 
 
 class StatePool:
@@ -56,7 +56,7 @@ class StatePool:
     """
 
     def __init__(
-        self, layers: Sequence[GatedDeltaLayer | StateForms], slots: int, *, dtype: Any = np.float32
+        self, layers: Sequence[GatedDeltaLayer | PoolForms], slots: int, *, dtype: Any = np.float32
     ) -> None:
         self.slots = integer("slots", slots, 1)
         if isinstance(layers, (str, bytes)) or not isinstance(layers, Sequence) or not layers:

@@ -25,7 +25,7 @@ from kvkit.tools.source import CacheSource
 from kvkit.tools.state_names import STATES
 
 TABLES = "block_tables", "cachestarts", "kv_indices"
-KNOWN = (
+NAMES_READ = (
     *TABLES,
     "context_lens", "kv_indptr", "kv_last_page_len", "kvstarts", "num_blocks", "page_size", "placeholder",
     "slot_mapping", "slot_sequences", "slot_positions", "reserved_block", "index_type",
@@ -82,7 +82,7 @@ class Case:
     ) -> None:  # fmt: skip
         self.source = source if isinstance(source, CacheSource) else CacheSource(source, layout, sizes)
         given = rename_tables(source) if isinstance(source, Mapping) else self.source.arrays
-        unknown = [name for name in given if name.partition(".")[0] not in KNOWN]
+        unknown = [name for name in given if name.partition(".")[0] not in NAMES_READ]
         if len(unknown) == len(given) and self.source.cache is None and not self.source.separate:
             if self.source.contents.notes:  # which say what the file has instead
                 raise self.source.no_cache()
@@ -115,7 +115,7 @@ class Case:
     @property
     def notes(self) -> tuple[str, ...]:
         """Return notes on how the source is read, and on arrays that no rule reads."""
-        return *self.source.guess, *self.source.unread(KNOWN)
+        return *self.source.guess, *self.source.unread(NAMES_READ)
 
     def number(self, name: str, least: int | None = None) -> int | None:
         """Return the integer of a name; None if it is not given."""
@@ -129,7 +129,7 @@ class Case:
             return any(side.scale is not None for side in self.sides)
         if need == "keys and values":
             return bool(self.sides)
-        return need in self.given if need in KNOWN else None
+        return need in self.given if need in NAMES_READ else None
 
     def index(self, name: str, ndim: int | None = None) -> Any:
         """Return an index tensor of any integers; None if it is not given."""
@@ -143,7 +143,7 @@ class Case:
             return None
         for needed in ("num_blocks", "page_size"):
             if getattr(self, needed) is None:
-                unknown = [each for each in self.given if each.partition(".")[0] not in KNOWN]
+                unknown = [each for each in self.given if each.partition(".")[0] not in NAMES_READ]
                 if unknown and self.source.cache is None and not self.source.separate:
                     raise self.source.no_cache()
                 if self.source.cache is not None and self.source.layout is None:

@@ -18,7 +18,10 @@ from kvkit.layouts.views import KV
 from kvkit.typed import Array
 
 PLAIN = "openvino"  # the layout of pools of floats, and of codes without scales
-CODED = {"openvino-u8": ("openvino_u8", 8), "openvino-u4": ("openvino_u4", 4)}  # {layout: (format, bits)}
+CODE_POOLS = {
+    "openvino-u8": ("openvino_u8", 8),
+    "openvino-u4": ("openvino_u4", 4),
+}
 POOLS = "key_cache", "value_cache"
 NUMBERS = "scale", "zero"
 SIZE = 4  # bytes of a scale
@@ -26,7 +29,7 @@ SIZE = 4  # bytes of a scale
 
 def split_blocks(contents: Contents, layout: str) -> tuple[Contents, dict[str, KV]]:
     """Return (contents with pools of codes, separate scales and zeros; views of scales and zeros)."""
-    format, bits = CODED[layout]
+    format, bits = CODE_POOLS[layout]
     names = POOLS if CACHE not in contents.arrays and contents.cache is None else (f"{CACHE}.0", f"{CACHE}.1")
     pools = [nested(contents.arrays, name) for name in names]
     if any(pool is None for pool in pools):

@@ -9,7 +9,7 @@ from typing import Any
 from kvkit.checks.values import integer
 from kvkit.errors import argument_error, brief, describe
 
-NUMBER = re.compile(r"(\d{1,18}(?:\.\d{1,9})?) ?([A-Za-z]*)", re.ASCII)
+QUANTITY = re.compile(r"(\d{1,18}(?:\.\d{1,9})?) ?([A-Za-z]*)", re.ASCII)
 TOKEN_UNITS = {"": 1, "k": 2**10, "m": 2**20}
 # A letter alone means a power of 1024, as in other programs; KB and so on are powers of 1000.
 BYTE_UNITS = {"b": 1} | {f"{letter}{end}": base**power for power, letter in enumerate("kmgt", 1)
@@ -26,7 +26,7 @@ def token_counts(name: str, value: Any) -> list[int]:
 
 def tokens_in(name: str, text: str) -> int:
     """Return the number of tokens in a text."""
-    match = NUMBER.fullmatch(text.strip())
+    match = QUANTITY.fullmatch(text.strip())
     found = Fraction(match[1]) * TOKEN_UNITS.get(match[2].lower(), 0) if match else Fraction(0)
     if found < 1 or found.denominator > 1:
         raise argument_error(name, "a number of tokens, such as 4096 or 128k", describe(text))
@@ -37,7 +37,7 @@ def parse_bytes(name: str, value: int | str) -> int:
     """Return a number of bytes: a number, or a text with its unit, such as "24GiB"."""
     if not isinstance(value, str):
         return integer(name, value, 1)
-    match = NUMBER.fullmatch(value.strip())
+    match = QUANTITY.fullmatch(value.strip())
     if match is None or match[2].lower() not in BYTE_UNITS:
         alone = match is not None and not match[2]
         hint = f" without one (did you mean {value.strip()}GiB?)" if alone else ""

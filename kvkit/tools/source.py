@@ -93,7 +93,7 @@ class CacheSource(CacheArrays):
         self.tables_read: dict[int | None, tuple[str, BlockTable] | None] = {}  # by the size of a page
         self.scales_inside: dict[str, KV] = {}  # views of scales that lay in the same blocks as codes
         stated = layout or contents.description.layout
-        if stated in openvino.CODED:
+        if stated in openvino.CODE_POOLS:
             contents, self.scales_inside = openvino.split_blocks(contents, str(stated))
             layout = stated = openvino.PLAIN
         if stated == openvino.PLAIN:

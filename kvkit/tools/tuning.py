@@ -29,7 +29,7 @@ MARGIN = 0.97  # a candidate must take less than this share of the time
 SPREAD = 0.15  # of today's times, between quartiles, above which the machine is too busy to choose
 FEWEST, DROP_AFTER, BEHIND = 5, (5, 10), 0.04  # rounds; rounds after which losers, so far behind, are dropped
 FIELD_OF_ROWS = {1: "one_row", 4: "four_rows", 8: "eight_rows"}  # of distances, by query rows
-Trial = Callable[[], object]
+Probe = Callable[[], object]
 
 
 class Question(NamedTuple):
@@ -178,7 +178,7 @@ def take_turns(
     return timings
 
 
-def decoding_step(question: Question) -> tuple[np.ndarray, Callable[[Distances], Trial]]:
+def decoding_step(question: Question) -> tuple[np.ndarray, Callable[[Distances], Probe]]:
     """Return a float16 cache, and f(distances), which prepares a decoding step over it."""
     rng, tokens = np.random.default_rng(0), SIZE // (SEQUENCES * KV_HEADS * DIM * 4)
     cache = arrays.zeros((1, 2, KV_HEADS, SEQUENCES * tokens, DIM), np.float16)
@@ -196,7 +196,7 @@ def decoding_step(question: Question) -> tuple[np.ndarray, Callable[[Distances],
         where |= {"cache_mode": 1, "page_size": question.page}
     sizes: dict[str, Any] = {"num_heads": heads, "num_kv_heads": KV_HEADS, "head_dim": DIM, "cache_layout": 3}
 
-    def step_with(distances: Distances) -> Trial:
+    def step_with(distances: Distances) -> Probe:
         plan = dynamic_batching.plan(**where, start_pos=np.full(SEQUENCES, tokens - 1))
 
         def step() -> object:

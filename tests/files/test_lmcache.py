@@ -66,8 +66,8 @@ def test_caches_that_do_not_join():
     ):
         with pytest.raises(KvkitError, match=what):
             join([whole | {"slots": np.arange(4)}, other], layout="hf")
-    with pytest.raises(KvkitError, match="axis: expected 'h', the heads, got 'n'"):
-        join([whole], axis="n", layout="hf")
+    with pytest.raises(KvkitError, match="axis: expected 'h', the heads, or 'n', the tokens, got 'x'"):
+        join([whole], axis="x", layout="hf")
     with pytest.raises(KvkitError, match="each rank has all latent rows"):
         join([{"cache": [np.ones((4, 16, 24), np.float16)]}] * 2, layout="l | b n c")
     with pytest.raises(KvkitError, match="scales in"):
@@ -83,7 +83,7 @@ def test_ranks_make_a_whole_file(tmp_path):
         for side, x in zip(sides, rows(), strict=True):
             np.testing.assert_array_equal(side[0].swapaxes(0, 1), x[layer])
     for wrong, what in (
-        ((*RAW, "--axis", "n"), "--axis: expected 'h', the heads, got 'n'"),
+        ((*RAW, "--axis", "x"), "--axis: expected 'h', the heads, or 'n', the tokens, got 'x'"),
         ((RAW[0], RAW[0], "--axis", "h"), "--axis: expected IN that differ"),
         ((*RAW, "--axis", "h", "--dask", "local"), "--axis: expected IN that differ, and no --dask"),
         ((*HEADED, "--axis", "h", "--sizes", "h=3"), f"{HEADED[0]}: "),

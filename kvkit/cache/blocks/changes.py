@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from kvkit.errors import KvkitError, argument_error
-
-Method = TypeVar("Method", bound=Callable[..., Any])
+from kvkit.typed import Method
 
 
 class Guard:

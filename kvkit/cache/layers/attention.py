@@ -15,13 +15,13 @@ from kvkit.checks.records import ENDLESS, NO_MASK, MaskPlace, Side, StepIndex
 from kvkit.checks.values import checked_format, flag, one_piece
 from kvkit.errors import LIKE_OPERATORS, argument_error, describe
 from kvkit.formats import FLOATS, Element
+from kvkit.formats.elements import FLOAT32
 from kvkit.runtime.arrays import address
 from kvkit.runtime.repeats import CallNotes, Repeats
 from kvkit.typed import Array, Attended, Pair
 
 MOST_QUERY_BYTES = 2**18  # of queries for `prepare_pieces`, which keeps a copy of them for each piece
 NOT_ROTATED = "False, because keys were moved and not rotated yet (call `flatten` first)"
-FLOAT32 = next(fmt for fmt in FLOATS if fmt.name == "float32")
 
 
 class LayerAttention:

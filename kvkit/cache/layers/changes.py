@@ -8,12 +8,11 @@ that raises, the rows are lost, and the layer refuses every later call with a se
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any, NoReturn, cast
 
 from kvkit.errors import argument_error
-
-Method = TypeVar("Method", bound=Callable[..., Any])
+from kvkit.typed import Method
 
 
 class LostRows:

@@ -13,7 +13,7 @@ from kvkit.formats.elements import BY_NAME, FLOATS, STORED
 from kvkit.formats.known import ALIASES
 from kvkit.formats.schemes import formats_named
 
-RULES = {"pmx": "sym", "kvkit_minimum": "asym", "kivi": "asym"}  # {`Format.rule`: the scheme of codes}
+SCHEME_OF = {"pmx": "sym", "kvkit_minimum": "asym", "kivi": "asym"}  # {`Format.rule`: the scheme of codes}
 AXIS_OF = {"group": "token", "channel": "channel"}  # {`Format.per`: along which axis a group lies}
 CELLS = "float16", "float32"
 WANTED = (
@@ -144,10 +144,12 @@ def code_spec(text: Any, is_value: bool, scale: Any = None) -> CodeSpec:
         return CodeSpec(format=name, group=side.group, param_dtype=cell, scale=scale, rotation=turned)
     if element is not None and element.block:
         return CodeSpec(format=name, rotation=turned)
-    known = side.rule in RULES and side.per in AXIS_OF and side.code.bits in (8, 4, 2) and cell in CELLS
+    known = side.rule in SCHEME_OF and side.per in AXIS_OF and side.code.bits in (8, 4, 2) and cell in CELLS
     if not known or not side.group:
         raise argument_error("format", WANTED, repr(text))
-    return CodeSpec(side.code.bits, RULES[side.rule], AXIS_OF[side.per], side.group, cell, rotation=turned)
+    return CodeSpec(
+        side.code.bits, SCHEME_OF[side.rule], AXIS_OF[side.per], side.group, cell, rotation=turned
+    )
 
 
 def check_scale(scale: Any, has_constant: bool) -> None:

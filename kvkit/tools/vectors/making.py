@@ -217,7 +217,7 @@ def tolerance_of_state(operator: str, dtype: np.dtype[Any]) -> dict[str, Any]:
     """Return the tolerance of an argument that changes: bytes are moved, but states are computed."""
     if "gated_delta" not in operator:
         return EXACT
-    return recurrent.STATED if dtype == np.float32 else recurrent.NARROW_STATE
+    return recurrent.IN_STATE if dtype == np.float32 else recurrent.NARROW_STATE
 
 
 def exact(operator: str) -> bool:

@@ -13,7 +13,11 @@ from kvkit.typed import Array
 # Operators whose expected results are not rounded.
 IN_FLOAT64 = "gated_delta_step", "gated_delta_rule", "delta_gates", "causal_conv", "causal_conv_update"
 PROMPT_LENGTHS = (1, 0, 63, 64, 65, 130)  # of packed prompts
-STATED = {"atol": 2e-5, "rtol": 2e-5, "reason": "float64 reference, rounded once to float32; sums in float32"}
+IN_STATE = {
+    "atol": 2e-5,
+    "rtol": 2e-5,
+    "reason": "float64 reference, rounded once to float32; sums in float32",
+}
 NARROW_STATE = {"atol": 2**-8, "rtol": 2**-8, "reason": "a state of bfloat16 is rounded once a call"}
 RULE_INPUTS = {"linear": (), "gated": ("g",), "delta": ("beta",), "gated_delta": ("g", "beta")}
 WIDTH = 4  # taps of the convolution
