@@ -12,7 +12,7 @@ from kvkit.errors import KvkitError
 from kvkit.files.errors import FileError
 from kvkit_cli import show
 
-NEEDS = "--dask: needs distributed: pip install 'kvkit-kernels[dask]'"
+NEEDS = "--dask: needs distributed: pip install '.[dask]' in a clone"
 
 
 def on_cluster(verb: Callable[..., Any]) -> Callable[..., Any]:

@@ -118,7 +118,7 @@ def study_model(name, text, tokens, schemes, policies):
 
         from kvkit.integrations.transformers import study
     except ImportError:
-        raise KvkitError("--model: needs transformers: pip install 'kvkit-kernels[transformers]'") from None
+        raise KvkitError("--model: needs transformers: pip install '.[transformers]' in a clone") from None
     path = Path(name)
     where, options = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (name, {})
     check_source(text)

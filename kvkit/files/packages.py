@@ -13,4 +13,4 @@ def import_package(path: FilePath, name: str, extra: str) -> Any:
         return importlib.import_module(name)
     except ImportError:
         what = f"this kind of file needs the package {name.partition('.')[0]}"
-        raise file_error(path, what, f"pip install 'kvkit-kernels[{extra}]'") from None
+        raise file_error(path, what, f"pip install '.[{extra}]' in a clone") from None

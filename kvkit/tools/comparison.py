@@ -489,7 +489,7 @@ def check_plot(path: FilePath) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise KvkitError("plot: needs matplotlib: pip install 'kvkit-kernels[plot]'") from None
+        raise KvkitError("plot: needs matplotlib: pip install '.[plot]' in a clone") from None
     kinds = Figure().canvas.get_supported_filetypes()
     if Path(path).suffix.lower().removeprefix(".") not in kinds:
         raise argument_error("plot", f"a name that ends in .{', .'.join(kinds)}", path)

@@ -21,7 +21,7 @@ DRIVERS = {12: "525 (Linux) or 528 (Windows)", 13: "580"}  # the oldest ones, by
 # The first CUDA for a compute capability.
 FIRST = {(10, 0): "12.8", (10, 3): "12.9", (11, 0): "13.0", (12, 0): "12.8", (12, 1): "12.9"}
 HALVES = "12.5"  # the first CUDA that compiles 16-bit floats for earlier compute capabilities
-INSTALL = "pip install 'kvkit-kernels[{extra}]'"
+INSTALL = "pip install '.[{extra}]' in a clone"
 
 
 def messages():

@@ -435,7 +435,7 @@ def test_warm_ends_when_it_or_its_processes_are_killed(tmp_path, whose, code, sa
 
 def test_warm_for_a_gpu_without_numba_cuda(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    words = "expected the package numba-cuda, got none: pip install 'kvkit-kernels[cuda]'"
+    words = "expected the package numba-cuda, got none: pip install '.[cuda]' in a clone"
     assert_fails(run("warm", "--backend", "cuda"), 1, words)
 
 

@@ -169,7 +169,7 @@ def test_razor_attention(plots, tmp_path, capsys, monkeypatch):
         assert [float(word.rstrip("%")) for word in rows[kind][2:]] == pytest.approx(expected, abs=0.02)
     plot = tmp_path / "made" / "razor_attention.png"
     assert plot.exists() == plots == (f"The plot is {plot}." in out)
-    assert ("pip install 'kvkit-kernels[plot]'" in out) == (not plots)
+    assert ("pip install '.[plot]' in a clone" in out) == (not plots)
 
 
 def test_engine_layouts(tmp_path, capsys, monkeypatch):

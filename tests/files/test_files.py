@@ -191,9 +191,7 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, packag
     else:
         files.write(path, np.zeros(2))
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(
-        FileError, match=rf"needs the package {package}: pip install 'kvkit-kernels\[{extra}\]'"
-    ):
+    with pytest.raises(FileError, match=rf"needs the package {package}: pip install '\.\[{extra}\]'"):
         files.read(path)
 
 

@@ -106,7 +106,7 @@ def local_client(count: int) -> Iterator[distributed.Client]:
     try:
         security = distributed.Security.temporary()
     except ImportError:
-        wanted = "cryptography, which protects the cluster (pip install 'kvkit-kernels[dask]')"
+        wanted = "cryptography, which protects the cluster (pip install '.[dask]' in a clone)"
         raise argument_error("--dask local", wanted, "none") from None
     options: dict[str, Any] = {"n_workers": count, "threads_per_worker": 1, "silence_logs": logging.CRITICAL}
     options |= {"host": "127.0.0.1", "security": security, "scheduler_kwargs": NO_DASHBOARD}

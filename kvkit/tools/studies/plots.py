@@ -32,7 +32,7 @@ def missing() -> str | None:
     """Return a note if matplotlib is not installed; otherwise None."""
     loaded = "matplotlib" in sys.modules
     found = sys.modules["matplotlib"] if loaded else importlib.util.find_spec("matplotlib")
-    return None if found else "no pictures: they need matplotlib, pip install 'kvkit-kernels[plot]'"
+    return None if found else "no pictures: they need matplotlib, pip install '.[plot]' in a clone"
 
 
 def pictures(study: StudyRecord, page: str = "light") -> dict[str, str]:
