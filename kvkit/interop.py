@@ -31,7 +31,8 @@ def integers(name: str, value: Any, ndim: int | None = None, *, as_index: bool =
 
     `as_index` says that the dtype must be int64 or int32, which operators take.
     """
-    refuse_masked(name, value)
+    if isinstance(value, np.ma.MaskedArray):
+        refuse_masked(name, value)
     axes = "" if ndim is None else f"{ndim} {'axis' if ndim == 1 else 'axes'}"
     wanted = "integers of dtype int64 or int32" if as_index else f"integers of {axes}" if axes else "integers"
     try:

@@ -124,7 +124,7 @@ def append_only(kind, number, mode, past, new, timed=False):
             packed = packed_tokens("current_key", x)
             step = checked_step(packed, index)
             check_room(step, packed, checked)
-            cpu.launches.start(cpu.copy.transfer.store(key, value, checked, step))
+            cpu.launches.start(cpu.copy.transfer.prepare_transfer("store", key, value, checked, step))
 
         if timed:
             return Work(run)

@@ -40,8 +40,9 @@ Form = tuple[object, ...]  # all that calls must have in common to share a prepa
 
 def transfer_launches(call: TransferCall, key: Array, value: Array) -> tuple[Any, Any]:
     """Return the launches of a checked call of `key_value_cache`."""
-    store = cpu.copy.transfer.store(call.current_key, call.current_value, call.layer, call.steps)
-    return store, cpu.copy.transfer.load(key, value, call.layer, call.steps, call.repeat)
+    prepare, place = cpu.copy.transfer.prepare_transfer, (call.layer, call.steps)
+    store = prepare("store", call.current_key, call.current_value, *place)
+    return store, prepare("load", key, value, *place, call.repeat)
 
 
 def attend(call: AttentionCall, out: Array | Arrays | None) -> Attended:
@@ -61,7 +62,8 @@ def attention_launches(call: AttentionCall, results: Sequence[Array]) -> tuple[A
     if call.layer is None:
         return (attend,)
     key, value = call.current
-    return cpu.copy.transfer.store(key, value, call.layer, call.steps), attend
+    store = cpu.copy.transfer.prepare_transfer("store", key, value, call.layer, call.steps)
+    return store, attend
 
 
 def one_or_all(results: tuple[Array, ...]) -> Attended:

@@ -34,7 +34,6 @@ from kvkit.checks.index_tensors import (
     Sequences,
     Static,
     packed_in_cache,
-    packed_tokens,
     static_step,
 )
 from kvkit.checks.key_value_cache import checked_key_value_cache
@@ -196,7 +195,7 @@ def take_packed(index: StepArguments, name: str, tokens: Array) -> tuple[Planned
         planned_steps.take(form) if isinstance(tokens, np.ndarray) and not index_tensors.VALIDATES else None
     )
     if step is None or not step.follow(len(tokens), tensors):  # type: ignore[arg-type]
-        sequences = packed_in_cache(packed_tokens(name, tokens), index)
+        sequences = packed_in_cache((name, tokens), index)
         step = PlannedStep(sequences, MOST, tensors=tensors if form else ())  # type: ignore[arg-type]
     repeats.note_tensors(tensors if form else (), step.numbers)
     return step, form

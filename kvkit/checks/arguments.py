@@ -42,14 +42,6 @@ class CacheArguments(NamedTuple):
     cache_layout: int = 0
 
 
-class Heads(NamedTuple):
-    """The heads of queries and of keys."""
-
-    num_heads: int
-    head_dim: int
-    num_kv_heads: int = 0
-
-
 class Scoring(NamedTuple):
     """How scores become weights: masks, biases, scale, softcap, sinks."""
 
@@ -188,7 +180,7 @@ class KeyAttention(NamedTuple):
     query: Array
     key: Array
     value: Array
-    heads: Heads
+    heads: tuple[int, int, int]  # num_heads, head_dim, num_kv_heads
     scoring: Scoring
     return_lse: bool
     return_key_weights: bool = False
@@ -203,7 +195,7 @@ class CacheAttention(NamedTuple):
     cache: Array
     scale: Array | None
     place: CacheArguments
-    heads: Heads
+    heads: tuple[int, int, int]  # num_heads, head_dim, num_kv_heads
     scoring: Scoring
     return_lse: bool
 

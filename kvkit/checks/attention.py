@@ -1,16 +1,17 @@
 """Check calls of attention: over keys and values, or over a cache after an append."""
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from kvkit.checks import caches
-from kvkit.checks.arguments import CacheAttention, Heads, KeyAttention, Scoring
+from kvkit.checks.arguments import CacheAttention, KeyAttention, Scoring
 from kvkit.checks.index_tensors import Sequences
 from kvkit.checks.outputs import Results
-from kvkit.checks.records import NO_MASK, CacheLayer, Context, MaskPlace, Side, StepIndex
+from kvkit.checks.records import NO_MASK, Context, MaskPlace, Side, StepIndex
 from kvkit.checks.values import (
     NamedArrays,
     check_new_tokens,
@@ -22,9 +23,8 @@ from kvkit.checks.values import (
     is_broadcast,
     named_arrays,
     one_piece,
-    window_sides,
 )
-from kvkit.errors import LIKE_CACHES, argument_error
+from kvkit.errors import LIKE_CACHES, argument_error, describe
 from kvkit.formats.elements import BY_NAME, FLOATS, Element
 from kvkit.typed import Array
 
@@ -58,7 +58,7 @@ class AttentionCall(NamedTuple):
     weights: Weights
     results: Results
     current: tuple[Array, ...] = ()  # new keys and values, which are appended first
-    layer: CacheLayer | None = None  # the layer of a cache that they are appended to
+    layer: Context | None = None  # the layer of a cache that they are appended to
     written: NamedArrays = ()  # the arrays that the append writes
     blocks: int = 0  # pages of its pools
     # Numbers of rows [pages, rows], which are added to q @ k, and the pages [B, M] of contexts
@@ -69,7 +69,7 @@ def checked_attention(sequences: Sequences, call: KeyAttention) -> AttentionCall
     """Check a call of `multi_head_attention`."""
     fmt, query, kv_heads = check_queries(call.query, sequences.axes, call.heads, call.key)
     outer, scoring = sequences.key_axes(query), call.scoring
-    if not call.heads.num_heads and looks_swapped(query.shape, call.key):
+    if not call.heads[0] and looks_swapped(query.shape, call.key):
         wanted = "[batch, tokens, heads, dim], with as many tokens as query or more"
         raise argument_error("key", wanted, f"{call.key.shape} beside {query.shape}{LIKE_CACHES}")
     key, value = check_keys_and_values(fmt, call.key, call.value, outer, kv_heads, query.shape[-1])
@@ -109,7 +109,7 @@ def checked_cache_attention(sequences: Sequences, call: CacheAttention) -> Atten
     if scoring.attn_mask is not None:
         weights = weights._replace(mask=sequences.mask(fmt, scoring.attn_mask, query, steps))
     return AttentionCall(
-        fmt, query, cache_context(layer), steps, sequences.decoding, weights,
+        fmt, query, cache_context(layer) if layer.group else layer, steps, sequences.decoding, weights,
         results=attention_results(query.shape, fmt, call.return_lse, [*inputs, *written]),
         current=(key, value), layer=layer, written=written,
     )  # fmt: skip
@@ -125,18 +125,18 @@ def looks_swapped(query: tuple[int, ...], key: Array) -> bool:
 
 
 def check_queries(
-    query: Array, ndim: int, heads: Heads, key: Array | None = None
+    query: Array, ndim: int, heads: tuple[int, int, int], key: Array | None = None
 ) -> tuple[Element, Array, int]:
     """Check queries; return (format, queries with a contiguous last axis, number of key heads).
 
     Numbers of heads, and their size, that are 0 are what the arrays show.
     """
     fmt = checked_format("query", query, FLOATS, ndim)
-    given = integer("num_heads", heads.num_heads, 0), integer("head_dim", heads.head_dim, 0)
+    given = integer("num_heads", heads[0], 0), integer("head_dim", heads[1], 0)
     num_heads, head_dim = (number or shown for number, shown in zip(given, query.shape[-2:], strict=True))
     if not num_heads or not head_dim:
         raise argument_error("query", "at least one head, of one element", f"shape {query.shape}")
-    kv_heads = integer("num_kv_heads", heads.num_kv_heads, 0)
+    kv_heads = integer("num_kv_heads", heads[2], 0)
     if not kv_heads:
         shown = key.shape[-2] if isinstance(key, np.ndarray) and key.ndim == ndim else num_heads
         kv_heads = shown if shown and num_heads % shown == 0 else num_heads
@@ -185,15 +185,13 @@ def context_of(fmt: Element, key: Array, value: Array, strides: Sequence[Sequenc
     )  # fmt: skip
 
 
-def cache_context(layer: CacheLayer) -> Context:
-    """Return the `Context` of a checked layer of a cache."""
-    # A group of 0 is a whole head: so a group as long as a head of float8 needs no code of its own.
-    group = 0 if layer.group == layer.dim and BY_NAME[layer.cache_format].minifloat else layer.group
-    return Context(
-        data_dtype=layer.data_dtype, cache_format=layer.cache_format, scale_format=layer.scale_format,
-        group=group, heads=layer.heads, dim=layer.dim, value_dim=layer.dim, sides=layer.sides,
-        key_bytes=layer.stored_bytes, value_bytes=layer.stored_bytes,
-    )  # fmt: skip
+def cache_context(layer: Context) -> Context:
+    """Return a layer of a cache as attention reads it.
+
+    A group as long as a head of float8 is a whole head, a group of 0: it needs no code of its own.
+    """
+    is_whole = layer.group == layer.dim and BY_NAME[layer.cache_format].minifloat
+    return layer._replace(group=0) if is_whole else layer
 
 
 def checked_weights(query: Array, mask: MaskPlace, scoring: Scoring) -> Weights:
@@ -201,13 +199,20 @@ def checked_weights(query: Array, mask: MaskPlace, scoring: Scoring) -> Weights:
     num_heads, head_dim = query.shape[-2:]
     given_scale, sinks = scoring.softmax_scale, scoring.sinks
     scale = 1 / math.sqrt(head_dim) if given_scale is None else finite_number("softmax_scale", given_scale)
-    left, right = window_sides("window", scoring.window)
+    try:
+        left, right = (operator.index(size) for size in scoring.window)
+    except (TypeError, ValueError):
+        got = describe(scoring.window)
+        raise argument_error("window", "a pair of integers (left, right)", got) from None
+    if min(left, right) < -1:
+        raise argument_error("window", "sizes of at least 0, or -1 for no limit", (left, right))
     softcap = finite_number("softcap", scoring.softcap)
     if softcap != 0 and softcap < np.finfo(np.float32).tiny:
         raise argument_error("softcap", "0 (none) or a positive number of float32", softcap)
     causal, alibi = flag("is_causal", scoring.is_causal), flag("is_alibi", scoring.is_alibi)
     if sinks is not None:
         check_sinks(sinks, num_heads)
+    left, right = min(left, 2**62), min(right, 2**62)  # so that a position plus a side fits int64
     return Weights(scale, causal, alibi, left, right, softcap, sinks, mask=mask)
 
 

@@ -1,11 +1,11 @@
 """Checks of a cache and its scale that do not depend on the index tensors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from kvkit.checks.arguments import CacheArguments
-from kvkit.checks.records import CacheLayer, Side
+from kvkit.checks.records import Context, Side
 from kvkit.checks.values import (
     FLOAT_NAMES,
     NamedArrays,
@@ -27,7 +27,7 @@ from kvkit.typed import Array
 def cache_layer(
     fmt: Element, heads: int, dim: int, cache: Array, scale: Array | None, layouts: Sequence[Layout],
     arguments: CacheArguments,
-) -> CacheLayer:  # fmt: skip
+) -> Context:  # fmt: skip
     """Check a cache and its scale against the format, heads and head size of tokens; return one layer."""
     num_layer = integer("num_layer", arguments.num_layer, 1)
     layer_idx = integer("layer_idx", arguments.layer_idx, 0, num_layer - 1)
@@ -35,12 +35,18 @@ def cache_layer(
     quant_bit = choice("quant_bit", arguments.quant_bit, (0, 4, 8))
     stored, width = cache_format(fmt, cache, quant_bit, arguments.quant_format, dim)
     sizes = {"l": num_layer, "kv": 2, "h": heads, "c": width}
-    check_shape(cache, layout, arguments.cache_layout, sizes, stored)
-    at, (key, value) = layout.at, layer_sides(cache, layout, layer_idx)
+    at = layout.at  # sequences and rows are free
+    if cache.ndim != len(at) or [cache.shape[at[axis]] for axis in sizes] != [*sizes.values()]:
+        wanted = ", ".join(str(sizes.get(axis, "any")) for axis in layout.axes)
+        note = ", Dh/2 bytes for int4" if stored.name == "int4" else ""
+        note = f", {width} bytes a head of {stored}" if stored.block else note
+        legal = f"shape {shape_text(layout)} = ({wanted}) for cache_layout {arguments.cache_layout}{note}"
+        raise argument_error("cache", legal, cache.shape)
+    key, value = layer_sides(cache, layout, layer_idx)
     stored_bytes = width * cache.itemsize
-    layer = CacheLayer(
+    layer = Context(
         data_dtype=fmt.name, cache_format=stored.name, scale_format=None, group=0, heads=heads, dim=dim,
-        stored_bytes=stored_bytes,
+        value_dim=dim, key_bytes=stored_bytes, value_bytes=stored_bytes,
         capacity=(cache.shape[at["b"]] if "b" in at else 1, cache.shape[at["n"]]),
         heads_adjoin=key.head == stored_bytes, sides=(key, value),
     )  # fmt: skip
@@ -91,7 +97,7 @@ def has_own_scales(stored: Element, heads: int, scale: Array | None) -> bool:
     return scale is None or (isinstance(scale, np.ndarray) and scale.shape in ((2,), (2, heads)))
 
 
-def with_own_scales(layer: CacheLayer, scale: Array) -> CacheLayer:
+def with_own_scales(layer: Context, scale: Array) -> Context:
     """Return the layer with the caller's checked scales, [2] (keys, values) or [2, heads]."""
     scale_format = checked_format("scale", scale, FLOATS, scale.ndim)
     bad = scale[~(np.isfinite(scale.astype(np.float32)) & (scale > 0))]
@@ -102,7 +108,7 @@ def with_own_scales(layer: CacheLayer, scale: Array) -> CacheLayer:
     return layer._replace(scale_format=scale_format.name, heads_adjoin=heads_adjoin)
 
 
-def at_scales(layer: CacheLayer, scale: Array) -> CacheLayer:
+def at_scales(layer: Context, scale: Array) -> Context:
     """Return the layer with scales [2] or [2, heads] of keys and values, which are read in place."""
     head = scale.strides[1] if scale.ndim == 2 and layer.heads > 1 else 0  # 0: one scale for all heads
     at, (key, value) = scale.ctypes.data, layer.sides
@@ -152,20 +158,7 @@ def named_format(
     return stored, stored.bytes(dim)
 
 
-def check_shape(
-    cache: Array, layout: Layout, cache_layout: int, fixed: Mapping[str, int], stored: Element
-) -> None:
-    """Check the axes of a cache in its layout, and the `fixed` sizes; sequences and rows are free."""
-    at = layout.at
-    if cache.ndim != len(at) or [cache.shape[at[axis]] for axis in fixed] != list(fixed.values()):
-        sizes = ", ".join(str(fixed.get(axis, "any")) for axis in layout.axes)
-        note = ", Dh/2 bytes for int4" if stored.name == "int4" else ""
-        note = f", {fixed['c']} bytes a head of {stored}" if stored.block else note
-        legal = f"shape {shape_text(layout)} = ({sizes}) for cache_layout {cache_layout}{note}"
-        raise argument_error("cache", legal, cache.shape)
-
-
-def check_written(cache: Array, scale: Array | None, layer: CacheLayer, inputs: NamedArrays) -> NamedArrays:
+def check_written(cache: Array, scale: Array | None, layer: Context, inputs: NamedArrays) -> NamedArrays:
     """Check that an append can write its arrays and overwrites no input; return them with their names."""
     written = [("cache", cache)]
     if scale is not None:

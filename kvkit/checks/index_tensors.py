@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from kvkit import checks
 from kvkit.checks.arguments import ContextArguments, StepArguments
 from kvkit.checks.masks import dynamic_mask, static_mask
-from kvkit.checks.records import ENDLESS, CacheLayer, MaskPlace, StepIndex
+from kvkit.checks.records import ENDLESS, Context, MaskPlace, StepIndex
 from kvkit.checks.values import choice, integer
 from kvkit.errors import KvkitError, argument_error
 from kvkit.formats.elements import Element
@@ -29,7 +29,7 @@ VALIDATES = os.environ.get("KVKIT_VALIDATE", "0") not in ("", "0")
 
 def index(name: str, value: ArrayLike, ndim: int = 1, length: int | None = None) -> Array:
     """Copy an index tensor as int64, so that kernels read the checked numbers even if it changes later."""
-    array = index_form(name, value, ndim)
+    array = integers(name, value, ndim, as_index=True)
     if length is not None and len(array) != length:
         raise argument_error(name, f"{length} entries", len(array))
     return array.astype(np.int64, order="C")
@@ -40,7 +40,7 @@ def index_form(name: str, value: ArrayLike, ndim: int) -> Array:
     return integers(name, value, ndim, as_index=True)
 
 
-def check_static_room(batch: int, seqlen: int, start_pos: int, layer: CacheLayer) -> None:
+def check_static_room(batch: int, seqlen: int, start_pos: int, layer: Context) -> None:
     """Check that a static cache has room for `seqlen` new tokens of each sequence from `start_pos` on."""
     sequences, rows = layer.capacity
     if batch > sequences:
@@ -60,27 +60,15 @@ def static_step(batch: int, seqlen: int, kvlen: int) -> StepIndex:
     )  # fmt: skip
 
 
-def packed_tokens(name: str, array: Array) -> NamedLength | None:
-    """Return the name and number of packed tokens; None if `array` is no array (another check reports it)."""
-    return (name, len(array)) if isinstance(array, np.ndarray) and array.ndim == 3 else None
-
-
-def checked_step(tokens: NamedLength | None, arguments: StepArguments) -> StepIndex:
-    """Check every length and every row of a step, but for the size of the cache, which `check_room` checks.
-
-    `tokens` is (name, length) of the array of packed tokens, None before it exists.
-    """
-    return check_step(read_step(tokens, arguments))
-
-
 def read_step(
-    tokens: NamedLength | None,
+    tokens: tuple[str, object] | None,
     arguments: StepArguments,
     read_table: Callable[[str, ArrayLike, int], Array] = index,
 ) -> StepIndex:
     """Return a step whose tensors have the right dtypes, shapes and totals; its other rules are not checked.
 
-    `read_table` is `index`, or `index_form`, which reads no element.
+    `tokens` is (name, array) of the packed tokens, None before they exist; another check reports what is no
+    array of them. `read_table` is `index`, or `index_form`, which reads no element.
     """
     paged, page_size = choice("cache_mode", arguments.cache_mode, (0, 1)), ENDLESS
     if paged:
@@ -97,24 +85,30 @@ def read_step(
         raise KvkitError(f"{error} (cache_mode {paged} takes {legal})") from None
     if not paged:
         table = table.reshape(-1, 1)
-    batch = batch_of(seqstarts)
+    batch = batch_of(seqstarts, kvstarts)
     for name, array, length in (
-        ("kvstarts", kvstarts, batch + 1), ("start_pos", start_pos, batch), ("cachestarts", table, batch)
+        ("start_pos", start_pos, batch), ("cachestarts", table, batch)
     ):  # fmt: skip
         if array.shape[0] != length:
             raise argument_error(name, f"{length} entries for {batch} sequences", array.shape[0])
-    check_first_start(kvstarts)
-    if tokens:
-        check_last_start("seqstarts", seqstarts[-1], tokens)
+    name, array = tokens or ("", None)
+    if isinstance(array, np.ndarray) and array.ndim == Packed.axes:
+        check_last_start("seqstarts", seqstarts[-1], (name, len(array)))
     return StepIndex(
         seqstarts, kvstarts, start_pos, load_starts=np.zeros(batch, np.int64), table=table,
         page_size=page_size, tokens=int(seqstarts[-1]), context=int(kvstarts[-1]), rows=0, limits=limits,
     )  # fmt: skip
 
 
-def check_step(step: StepIndex) -> StepIndex:
-    """Check the rules of a step; return it with the number of rows that it needs."""
-    step = step._replace(rows=scanned_rows(step, INT64_MAX))
+def check_step(step: StepIndex, rows: int = INT64_MAX) -> StepIndex:
+    """Check every length and row of a step in a cache of `rows` rows; return it with the rows that it needs.
+
+    Its table may be on a device.
+    """
+    verdict = checks.scan.scan_step(step, rows)
+    if verdict[0] != checks.scan.FINE:
+        raise checks.scan.step_error(verdict, step._replace(table=np.asarray(step.table)), rows)
+    step = step._replace(rows=verdict[1])
     if VALIDATES:
         validate_step(step)
     return step
@@ -123,10 +117,7 @@ def check_step(step: StepIndex) -> StepIndex:
 def packed_contexts(arguments: ContextArguments) -> StepIndex:
     """Check a step over packed keys: the context of sequence b begins at row kvstarts[b]."""
     seqstarts, kvstarts = index("seqstarts", arguments.seqstarts), index("kvstarts", arguments.kvstarts)
-    batch = batch_of(seqstarts)
-    if len(kvstarts) != batch + 1:
-        raise argument_error("kvstarts", f"{batch + 1} entries for {batch} sequences", len(kvstarts))
-    check_first_start(kvstarts)
+    batch = batch_of(seqstarts, kvstarts)
     for name, starts, limit_name, caller_limit in (
         ("seqstarts", seqstarts, "max_seqlen", arguments.max_seqlen),
         ("kvstarts", kvstarts, "max_kvlen", arguments.max_kvlen),
@@ -147,19 +138,18 @@ def packed_contexts(arguments: ContextArguments) -> StepIndex:
     )  # fmt: skip
 
 
-def batch_of(seqstarts: Array) -> int:
-    """Return the number of sequences, which is one less than the entries of seqstarts."""
-    if not len(seqstarts):
+def batch_of(seqstarts: Array, kvstarts: Array | None = None) -> int:
+    """Return the number of sequences, which is one less than the entries of both; both begin with 0."""
+    batch = len(seqstarts) - 1
+    if batch < 0:
         raise argument_error("seqstarts", "an entry for each sequence, and one more", "no entries")
     if seqstarts[0] != 0:
         raise argument_error("seqstarts", "to begin with 0", seqstarts[0])
-    return len(seqstarts) - 1
-
-
-def check_first_start(kvstarts: Array) -> None:
-    """Check that packed contexts begin with 0, as `batch_of` checks for sequences."""
-    if kvstarts[0] != 0:
+    if kvstarts is not None and len(kvstarts) != batch + 1:
+        raise argument_error("kvstarts", f"{batch + 1} entries for {batch} sequences", len(kvstarts))
+    if kvstarts is not None and kvstarts[0] != 0:
         raise argument_error("kvstarts", "to begin with 0", kvstarts[0])
+    return batch
 
 
 def check_last_start(starts: str, end: int, tokens: NamedLength) -> None:
@@ -167,23 +157,6 @@ def check_last_start(starts: str, end: int, tokens: NamedLength) -> None:
     name, length = tokens
     if end != length:
         raise argument_error(starts, f"to end with the {length} tokens of {name}", end)
-
-
-def check_room(step: StepIndex, tokens: NamedLength, layer: CacheLayer) -> None:
-    """Check a step against the tokens of an array and the rows of a cache."""
-    check_last_start("seqstarts", step.tokens, tokens)
-    if step.rows > layer.capacity[1]:
-        scanned_rows(step, layer.capacity[1])
-
-
-def scanned_rows(step: StepIndex, rows: int) -> int:
-    """Return how many rows a step needs in a cache of `rows` rows, or raise the error for a broken rule."""
-    if not isinstance(step.table, np.ndarray):  # a table on a device, which checks may copy
-        step = step._replace(table=np.asarray(step.table))
-    verdict = checks.scan.scan_step(step, rows)
-    if verdict[0] != checks.scan.FINE:
-        raise checks.scan.step_error(verdict, step, rows)
-    return verdict[1]
 
 
 def stored_runs(step: StepIndex) -> int:
@@ -218,7 +191,7 @@ class Static:
         batch, seqlen, *_ = query.shape
         return static_step(batch, seqlen, key.shape[1])
 
-    def over_cache(self, name: str, tokens: Array, layer: CacheLayer) -> StepIndex:
+    def over_cache(self, name: str, tokens: Array, layer: Context) -> StepIndex:
         """Check that a layer has room for new tokens, in the array called `name`; return their step."""
         batch, seqlen, *_ = tokens.shape
         start = integer("start_pos", self.start_pos, 0)
@@ -266,9 +239,11 @@ class Packed:
         check_last_start("kvstarts", self.steps.context, ("key", len(key)))
         return self.steps
 
-    def over_cache(self, name: str, tokens: Array, layer: CacheLayer) -> StepIndex:
+    def over_cache(self, name: str, tokens: Array, layer: Context) -> StepIndex:
         """Check that the step ends with the tokens, and that a layer has its rows; return it."""
-        check_room(self.steps, (name, len(tokens)), layer)
+        check_last_start("seqstarts", self.steps.tokens, (name, len(tokens)))
+        if self.steps.rows > layer.capacity[1]:
+            check_step(self.steps, layer.capacity[1])  # raises
         return self.steps
 
     def key_axes(self, query: Array) -> tuple[int | None, ...]:
@@ -287,21 +262,16 @@ class Packed:
 Sequences = Static | Packed
 
 
-def packed_in_cache(tokens: NamedLength | None, arguments: StepArguments) -> Packed:
-    """Check packed sequences in a cache; `tokens` is (name, length) of their array, None before it exists."""
-    steps = checked_step(tokens, arguments)
-    return Packed(steps, decoding_count(arguments.decoding_batches, steps))
+def packed_in_cache(tokens: tuple[str, object] | None, arguments: StepArguments) -> Packed:
+    """Check packed sequences in a cache; `tokens` is (name, array) of them, None before they exist."""
+    steps = check_step(read_step(tokens, arguments))
+    return Packed(steps, integer("decoding_batches", arguments.decoding_batches, 0, len(steps.start_pos)))
 
 
 def packed_with_keys(arguments: ContextArguments) -> Packed:
     """Check packed sequences whose keys are packed too."""
     steps = packed_contexts(arguments)
-    return Packed(steps, decoding_count(arguments.decoding_batches, steps))
-
-
-def decoding_count(decoding_batches: SupportsIndex, steps: StepIndex) -> int:
-    """Return how many sequences ignore the causal mask."""
-    return integer("decoding_batches", decoding_batches, 0, len(steps.start_pos))
+    return Packed(steps, integer("decoding_batches", arguments.decoding_batches, 0, len(steps.start_pos)))
 
 
 def validate_table(table: Array, lengths: Array, blocks: int, page_size: int) -> None:

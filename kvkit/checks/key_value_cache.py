@@ -6,7 +6,7 @@ from kvkit.checks import caches
 from kvkit.checks.arguments import CacheTransfer
 from kvkit.checks.index_tensors import Sequences
 from kvkit.checks.outputs import Results
-from kvkit.checks.records import CacheLayer, StepIndex
+from kvkit.checks.records import Context, StepIndex
 from kvkit.checks.values import NamedArrays, check_new_tokens, check_size, integer
 from kvkit.formats import Element
 from kvkit.typed import Array
@@ -21,7 +21,7 @@ class TransferCall(NamedTuple):
     shape: tuple[int, ...]  # of key and value
     current_key: Array
     current_value: Array
-    layer: CacheLayer
+    layer: Context
     steps: StepIndex
     repeat: int
     written: NamedArrays

@@ -57,23 +57,8 @@ class Side(NamedTuple):
         return self._replace(scales=address, scale_sequence=sequence, scale_row=row, scale_head=head)
 
 
-class CacheLayer(NamedTuple):
-    """One layer of a checked cache as kernels read it: format names, sizes, and address and strides."""
-
-    data_dtype: str
-    cache_format: str
-    scale_format: str | None
-    group: int
-    heads: int
-    dim: int
-    stored_bytes: int  # of a head
-    capacity: tuple[int, int]  # sequences, rows
-    heads_adjoin: bool  # whether the heads of a row lie without gaps
-    sides: tuple[Side, Side]  # of keys, of values
-
-
 class Context(NamedTuple):
-    """Keys and values as kernels read them: formats, sizes, and address and byte strides of each side.
+    """Keys and values as kernels read them, also a layer of a cache: formats, sizes, and where each side is.
 
     A row's offset is its row id times the row stride. Row ids of successive rows of a page differ by `steps`,
     so pages may begin at any address. `elements` is the byte stride of elements, 0 if they are contiguous. If
@@ -96,3 +81,5 @@ class Context(NamedTuple):
     steps: tuple[int, int] = (1, 1)
     pages: tuple[int, int] = (0, 0)  # distances of pages in row ids, in pools
     elements: tuple[int, int] = (0, 0)
+    capacity: tuple[int, int] = (0, 0)  # sequences and rows, in a cache
+    heads_adjoin: bool = False  # whether the heads of a row are known to lie without gaps

@@ -27,7 +27,7 @@ VERDICT, WORKSPACE = 4, 5  # numbers in a verdict; numbers of workspace for each
 
 def scan_step(step: StepIndex, rows: int) -> list[int]:
     """Check the index tensors of a step in a cache of `rows` rows; return the verdict."""
-    table, sizes = np.asarray(step.table), sizes_of(step)
+    table, sizes = np.asarray(step.table), (*step.table.shape, step.page_size, *step.limits)
     runs = min(table.size, max(step.tokens, 0))
     numbers = np.empty(VERDICT + WORKSPACE * runs, np.int64)
     at, table_at, *starts = addresses_of((numbers, table, step.seqstarts, step.kvstarts, step.start_pos))
@@ -42,7 +42,8 @@ def scan_lengths(step: StepIndex) -> list[int]:
     """Check lengths as `scan_step` does, without the page table; return the verdict."""
     verdict = np.empty(VERDICT, np.int64)
     arrays = verdict, step.seqstarts, step.kvstarts, step.start_pos
-    lengths_code().ctypes(*addresses_of(arrays), *sizes_of(step))
+    sizes = *step.table.shape, step.page_size, *step.limits  # the last arguments of `check_lengths`
+    lengths_code().ctypes(*addresses_of(arrays), *sizes)
     return verdict.tolist()
 
 
@@ -93,11 +94,6 @@ def position_in(step: StepIndex, b: int, row: int, is_new: bool) -> int:
     positions = offsets + np.arange(len(offsets)) * step.page_size
     in_page = (offsets >= 0) & (offsets < step.page_size)
     return int(positions[in_page & (positions >= begin) & (positions < end)][0])
-
-
-def sizes_of(step: StepIndex) -> tuple[int, ...]:
-    """Return the last arguments of `check_lengths`: batch, columns, page_size, max_seqlen, max_kvlen."""
-    return *step.table.shape, step.page_size, *step.limits
 
 
 @helper

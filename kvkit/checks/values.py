@@ -94,17 +94,6 @@ def flag(name: str, value: Any) -> bool:
     return bool(choice(name, value, (0, 1)))
 
 
-def window_sides(name: str, value: Any) -> tuple[int, int]:
-    """Return the two sides (left, right) of a window."""
-    try:
-        left, right = (operator.index(size) for size in value)
-    except (TypeError, ValueError):
-        raise argument_error(name, "a pair of integers (left, right)", describe(value)) from None
-    if min(left, right) < -1:
-        raise argument_error(name, "sizes of at least 0, or -1 for no limit", (left, right))
-    return min(left, 2**62), min(right, 2**62)  # so that a position plus a side fits int64
-
-
 def check_array(name: str, array: object) -> None:
     """Check that an argument is a numpy array, and not a masked one."""
     if not isinstance(array, np.ndarray):
@@ -115,7 +104,8 @@ def check_array(name: str, array: object) -> None:
 
 def checked_format(name: str, array: Array, legal: Collection[Element], ndim: int) -> Element:
     """Return the format of an array, which must be one of `legal` and have `ndim` axes."""
-    check_array(name, array)
+    if type(array) is not np.ndarray:
+        check_array(name, array)
     fmt = FORMATS.get(array.dtype)
     if fmt is None or fmt not in legal:
         # Bytes in a pool may be float8, which numpy has no name for.

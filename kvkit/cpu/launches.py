@@ -4,7 +4,7 @@ import ctypes
 import functools
 import importlib
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,18 +46,6 @@ def forbid_nested_threads():
             forbid(1)
 
 
-def numbers_of(values: Iterable[Any]) -> list[int]:
-    """Return the numbers that fields of a record hold: the address of an array, and 0 for None."""
-    return [
-        value
-        if type(value) is int
-        else MEMORY[id(value) + DATA >> 3]
-        if isinstance(value, np.ndarray)
-        else value or 0
-        for value in values
-    ]
-
-
 class Record:
     """A record of int64 fields, named in lines of text, and of member records with fields `member.field`."""
 
@@ -71,11 +59,10 @@ class Record:
         self._in_order = operator.itemgetter(*self.names)
 
     def filled(self, fields: Mapping[str, Any]) -> Array:
-        """Return a record filled by name; `fields` must have each field and no other (see `numbers_of`)."""
-        return np.array(self.in_order(fields), np.int64)
+        """Return a record filled by name; `fields` must have each field and no other.
 
-    def in_order(self, fields: Mapping[str, Any]) -> list[int]:
-        """Return the values of a mapping as numbers, in the order of the fields."""
+        A field holds a number, the address of an array, or 0 for None.
+        """
         try:
             values = self._in_order(fields)
         except KeyError:
@@ -83,7 +70,15 @@ class Record:
         if len(fields) != len(values):
             wrong = ", ".join(sorted(fields.keys() ^ self.at.keys()))
             raise TypeError(f"a record of {len(self.names)} fields, missing or unknown: {wrong}")
-        return numbers_of(values)
+        numbers = [
+            value
+            if type(value) is int
+            else MEMORY[id(value) + DATA >> 3]
+            if isinstance(value, np.ndarray)
+            else value or 0
+            for value in values
+        ]
+        return np.array(numbers, np.int64)
 
 
 class Workspace:

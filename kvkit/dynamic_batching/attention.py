@@ -12,7 +12,6 @@ from kvkit.checks.arguments import (
     CacheArguments,
     CacheAttention,
     ContextArguments,
-    Heads,
     KeyAttention,
     Scoring,
     StepArguments,
@@ -107,7 +106,7 @@ def multi_head_attention(
     """
     contexts = ContextArguments(seqstarts, kvstarts, decoding_batches, max_seqlen, max_kvlen)
     scoring = Scoring(attn_mask, is_causal, is_alibi, softmax_scale, window, softcap, sinks)
-    heads = Heads(num_heads, head_dim, num_kv_heads)
+    heads = num_heads, head_dim, num_kv_heads
     call = KeyAttention(query, key, value, heads, scoring, return_lse)
     return attend(checked_attention(packed_with_keys(contexts), call), out)
 
@@ -222,7 +221,7 @@ def multi_head_cache_attention(
     )  # fmt: skip
     place = CacheArguments(num_layer, layer_idx, quant_bit, quant_group, quant_format, cache_layout)
     scoring = Scoring(attn_mask, is_causal, is_alibi, softmax_scale, window, softcap, sinks)
-    heads = Heads(num_heads, head_dim, num_kv_heads)
+    heads = num_heads, head_dim, num_kv_heads
     call = CacheAttention(
         query, current_key, current_value, cache, scale, place=place, heads=heads, scoring=scoring,
         return_lse=return_lse,

@@ -11,7 +11,6 @@ from kvkit.checks.arguments import (
     CacheArguments,
     CacheAttention,
     CacheTransfer,
-    Heads,
     Scoring,
     StepArguments,
 )
@@ -140,7 +139,7 @@ class Plan:
         """Run `dynamic_batching.multi_head_cache_attention` for this step."""
         place = CacheArguments(num_layer, layer_idx, quant_bit, quant_group, quant_format, cache_layout)
         scoring = Scoring(attn_mask, is_causal, is_alibi, softmax_scale, window, softcap, sinks)
-        heads = Heads(num_heads, head_dim, num_kv_heads)
+        heads = num_heads, head_dim, num_kv_heads
         call = CacheAttention(
             query, current_key, current_value, cache, scale, place=place, heads=heads, scoring=scoring,
             return_lse=return_lse,

@@ -6,7 +6,7 @@ from typing import Literal, SupportsIndex
 
 from kvkit.calls.prepared import attend_to_keys
 from kvkit.calls.steps import attend_static
-from kvkit.checks.arguments import CacheArguments, CacheAttention, Heads, KeyAttention, Scoring
+from kvkit.checks.arguments import CacheArguments, CacheAttention, KeyAttention, Scoring
 from kvkit.interop import returns_input_kind
 from kvkit.runtime.repeats import repeatable
 from kvkit.typed import Array, Arrays, Attended, Pair
@@ -107,7 +107,7 @@ def multi_head_attention(
     array([0.5, 1. ], dtype=float32)
     """
     scoring = Scoring(attn_mask, is_causal, is_alibi, softmax_scale, window, softcap, sinks)
-    heads = Heads(num_heads, head_dim, num_kv_heads)
+    heads = num_heads, head_dim, num_kv_heads
     call = KeyAttention(query, key, value, heads, scoring, return_lse, return_key_weights)
     return attend_to_keys(call, out)
 
@@ -202,7 +202,7 @@ def multi_head_cache_attention(
     """
     place = CacheArguments(num_layer, layer_idx, quant_bit, quant_group, quant_format, cache_layout)
     scoring = Scoring(attn_mask, is_causal, is_alibi, softmax_scale, window, softcap, sinks)
-    heads = Heads(num_heads, head_dim, num_kv_heads)
+    heads = num_heads, head_dim, num_kv_heads
     call = CacheAttention(
         query, current_key, current_value, cache, scale, place=place, heads=heads, scoring=scoring,
         return_lse=return_lse,

@@ -70,12 +70,17 @@ def fill(record: type[Record], values: Values, **others: object) -> Record:
     return record(**(given | others))
 
 
+def heads_of(values: Values) -> tuple[int, int, int]:
+    """Return the arguments that count heads and their elements."""
+    return values["num_heads"], values["head_dim"], values.get("num_kv_heads", 0)
+
+
 def attention_to_keys(sequences: index_tensors.Sequences, values: Values) -> AttentionCall:
     """Check a call of `multi_head_attention`."""
     tokens = values["query"], values["key"], values["value"]
-    heads, scoring = fill(arguments.Heads, values), fill(arguments.Scoring, values)
+    scoring = fill(arguments.Scoring, values)
     wanted = values["return_lse"], values.get("return_key_weights", False)
-    return checked_attention(sequences, arguments.KeyAttention(*tokens, heads, scoring, *wanted))
+    return checked_attention(sequences, arguments.KeyAttention(*tokens, heads_of(values), scoring, *wanted))
 
 
 def static_attention(values: Values, step: Packed | None) -> AttentionCall:
@@ -90,7 +95,7 @@ def packed_attention(values: Values, step: Packed | None) -> AttentionCall:
 
 def cache_attention(values: Values, step: Packed | None) -> AttentionCall:
     """Check a call of `multi_head_cache_attention`; without a step, sequences have one length."""
-    records = {"place": fill(arguments.CacheArguments, values), "heads": fill(arguments.Heads, values)}
+    records = {"place": fill(arguments.CacheArguments, values), "heads": heads_of(values)}
     call = fill(arguments.CacheAttention, values, **records, scoring=fill(arguments.Scoring, values))
     return checked_cache_attention(step or index_tensors.Static(values["start_pos"]), call)
 
@@ -270,9 +275,7 @@ def packed_step(values: Values) -> Packed | None:
     name = new_tokens(values)
     if name is None:
         return None
-    return index_tensors.packed_in_cache(
-        index_tensors.packed_tokens(name, values[name]), fill(arguments.StepArguments, values)
-    )
+    return index_tensors.packed_in_cache((name, values[name]), fill(arguments.StepArguments, values))
 
 
 def stack_pieces(source: Any, target: Any, count: Any) -> Array:

@@ -9,7 +9,7 @@ import numpy as np
 from kvkit.calls.latent import gather_rows, stored_parts
 from kvkit.checks.contexts import Contexts
 from kvkit.checks.latent import attention_to_rows
-from kvkit.checks.records import CacheLayer, Side, StepIndex
+from kvkit.checks.records import Context, Side, StepIndex
 from kvkit.formats import BY_NAME
 from kvkit.layouts.tables import starts_of
 from kvkit_cuda.calls import arrays, attention
@@ -127,10 +127,10 @@ def decoded(placed, pool, slots, target):
             Side(at + i * width, 0, row, 0, scales + i * half // GROUP * SCALE_BYTES, 0, row)
             for i in range(2)
         )
-        layer = CacheLayer(
+        layer = Context(
             data_dtype=placed.call.fmt.name, cache_format=format, scale_format=scale, heads=1, dim=half,
-            group=GROUP if scale else 0, stored_bytes=width, capacity=(1, 0), heads_adjoin=True,
-            sides=(first, second),
+            group=GROUP if scale else 0, value_dim=half, key_bytes=width, value_bytes=width,
+            heads_adjoin=True, sides=(first, second),
         )  # fmt: skip
         key, value = (target[..., done + i * half : done + (i + 1) * half] for i in range(2))
         launches.append(transfer.load(key, value, layer, tables, 1, placed.stream))

@@ -161,4 +161,4 @@ def rows_in_use(tables, runs, stream):
     arguments = kvstarts, start_pos, table, step.page_size, begins, ends, verdict
     host.launch(compiled(), (1,), threads, stream, arguments)
     found = host.read(host.address(verdict), 8 * len(VERDICT), stream).view(np.int64)
-    return index_tensors.scanned_rows(step, INT64_MAX) if found[BROKEN] else int(found[ROWS])
+    return index_tensors.check_step(step).rows if found[BROKEN] else int(found[ROWS])

@@ -9,7 +9,7 @@ from kvkit.checks.arguments import StepArguments
 from kvkit.checks.contexts import Contexts, checked_plan
 from kvkit.checks.index_tensors import INT64_MAX, Packed
 from kvkit.checks.pools import plain_pieces
-from kvkit.checks.values import flag
+from kvkit.checks.values import flag, integer
 from kvkit.errors import argument_error
 from kvkit_cuda.calls import arrays, scan
 from kvkit_cuda.calls.prepared import PreparedCalls
@@ -167,11 +167,11 @@ def planned(arguments: StepArguments, stream, *, named=False, check=True, into=N
         cachestarts=table.seen if stays else table.read(stream),
     )
     read_table = index_tensors.index_form if stays else index_tensors.index
-    step = index_tensors.read_step(tokens and index_tensors.packed_tokens(*tokens), arguments, read_table)
+    step = index_tensors.read_step(tokens, arguments, read_table)
     if stays:
         tables = scan.device_tables(step, checked, stream, lasting)
     else:
         tables = Tables(index_tensors.check_step(step) if checked else step, lasting)
-    decoding = index_tensors.decoding_count(arguments.decoding_batches, step)
+    decoding = integer("decoding_batches", arguments.decoding_batches, 0, len(step.start_pos))
     planned_step = PlannedStep(index_tensors.Packed(tables.steps, decoding), {host.current(): tables})
     return planned_step if earlier is None else earlier.follow(planned_step, stream, named)

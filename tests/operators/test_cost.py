@@ -9,7 +9,7 @@ import pytest
 import kvkit
 from kvkit.checks import caches
 from kvkit.checks.arguments import CacheArguments, StepArguments
-from kvkit.checks.index_tensors import check_room, checked_step
+from kvkit.checks.index_tensors import packed_in_cache
 from kvkit.checks.values import check_apart, check_new_tokens
 from kvkit.layouts import pmx
 
@@ -38,7 +38,8 @@ def test_checks_of_a_decode_step_take_under_60_microseconds(step, microsecond):
     def checks():
         fmt, key, value = check_new_tokens(tokens, tokens, 3)
         layer = caches.cache_layer(fmt, HEADS, DIM, cache, scale, pmx.DYNAMIC, place)
-        check_room(checked_step(("current_key", BATCH), StepArguments(**step)), ("current_key", BATCH), layer)
+        packed = packed_in_cache(("current_key", tokens), StepArguments(**step))
+        packed.over_cache("current_key", tokens, layer)
         for name, array in (("cache", cache), ("scale", scale)):
             check_apart(name, array, [("current_key", key), ("current_value", value)])
 

@@ -13,7 +13,7 @@ from kvkit.cache.blocks.step import Step
 from kvkit.cache.paged.segments import SegmentedStep, batch_mask, check_window, packed_mask
 from kvkit.calls.prepared import PreparedCall, PreparedCalls, form_of
 from kvkit.checks import attention, index_tensors, masks
-from kvkit.checks.arguments import Heads, Scoring, StepArguments
+from kvkit.checks.arguments import Scoring, StepArguments
 from kvkit.checks.records import StepIndex
 from kvkit.checks.values import check_new_tokens, checked_format, integer, named_arrays, one_piece
 from kvkit.errors import argument_error
@@ -68,7 +68,7 @@ class PagedStep:
             index.seqstarts, index.kvstarts, index.cachestarts, index.start_pos, max_seqlen=index.max_seqlen,
             max_kvlen=index.max_kvlen, cache_mode=1, page_size=store.page_size,
         )  # fmt: skip
-        self._step_index = index_tensors.checked_step(None, arguments)
+        self._step_index = index_tensors.check_step(index_tensors.read_step(None, arguments))
 
     def update(self, current_key: Array, current_value: Array, layer_idx: int) -> None:
         """Append the new tokens to a layer.
@@ -278,7 +278,7 @@ class PagedStep:
             wanted = f"an option among {', '.join((*Scoring._fields, 'return_lse', 'out'))}"
             raise argument_error("attend", wanted, name)
         checked_format("query", query, (store.format,), 3)
-        _, query, _ = attention.check_queries(query, 3, Heads(query.shape[1], store.dim, store.heads))
+        _, query, _ = attention.check_queries(query, 3, (query.shape[1], store.dim, store.heads))
         count, heads, _ = query.shape
         index_tensors.check_last_start("seqstarts", self._step_index.tokens, ("query", count))
         mask = masks.dynamic_mask(store.format, attn_mask, heads, count, self._step_index.context)
@@ -317,7 +317,8 @@ class PagedStep:
         if prepared:
             prepared.run_at(self.places(layer_idx, arrays))
         else:
-            launch = cpu.copy.transfer.store(key, value, self._store.places[layer_idx], self._step_index)
+            place = self._store.places[layer_idx]
+            launch = cpu.copy.transfer.prepare_transfer("store", key, value, place, self._step_index)
             cpu.launches.start(launch)
             self.keep(form, layer_idx, arrays, launch)
         self.written.add(layer_idx)
@@ -349,7 +350,7 @@ class PagedStep:
     def load(self, key: Array, value: Array, layer_idx: int, contexts: Any) -> None:
         """Copy contexts into arrays whose axes are [.., heads, dim]."""
         place = self._store.places[layer_idx]
-        cpu.launches.start(cpu.copy.transfer.load(key, value, place, contexts, 1))
+        cpu.launches.start(cpu.copy.transfer.prepare_transfer("load", key, value, place, contexts))
 
     def attend_rows(
         self, query: Array, layer_idx: int, mask: Array | None, weights: attention.Weights, length: int

@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike
 from kvkit.cache.stores.allocation import Allocate, copy_of, in_memory
 from kvkit.checks import attention, caches
 from kvkit.checks.arguments import CacheArguments
-from kvkit.checks.records import CacheLayer
+from kvkit.checks.records import Context
 from kvkit.checks.values import choice, float_format, integer, text
 from kvkit.errors import argument_error, describe
 from kvkit.formats.elements import QUANTIZED, STORED
@@ -99,16 +99,13 @@ class PagedStore:
         find_place = self._latent_place if self.latent_dim else self._place
         self.places = [find_place(layer_idx) for layer_idx in range(self.num_layers)]
         self.contexts = [attention.cache_context(place) for place in self.places]
-        if self.latent_dim:
-            dim, size = self.value_dim, self.format.bytes(self.value_dim)
-            self.contexts = [context._replace(value_dim=dim, value_bytes=size) for context in self.contexts]
         sides = [place.sides[0] for place in self.places]  # of keys; values move by the same distance
         self.addresses = [{"cache": side.address, "scale": side.scales} for side in sides]
         arrays: list[Any] = [self.cache, self.scale] if self.computes_scales else [self.cache]
         layout = DYNAMIC[self.arguments.cache_layout]
         self.blocks = [view_blocks(array, layout, self.page_size) for array in arrays]
 
-    def _place(self, layer_idx: int) -> CacheLayer:
+    def _place(self, layer_idx: int) -> Context:
         """Return where the keys and values of a layer are in the arrays."""
         scale = self.scale_of(layer_idx)
         place = caches.cache_layer(
@@ -118,14 +115,15 @@ class PagedStore:
         caches.check_written(self.cache, scale, place, [])
         return place
 
-    def _latent_place(self, layer_idx: int) -> CacheLayer:
+    def _latent_place(self, layer_idx: int) -> Context:
         """Return where the latent rows of a layer are, as the place of its keys and of its values."""
         layout = DYNAMIC[self.arguments.cache_layout]
         rows, _ = caches.layer_sides(self.cache, layout, layer_idx)
         name = self.format.name
-        return CacheLayer(
+        return Context(
             data_dtype=name, cache_format=name, scale_format=None, group=0, heads=1, dim=self.dim,
-            stored_bytes=self.format.bytes(self.dim), capacity=(1, self.cache.shape[layout.at["n"]]),
+            value_dim=self.value_dim, key_bytes=self.format.bytes(self.dim),
+            value_bytes=self.format.bytes(self.value_dim), capacity=(1, self.cache.shape[layout.at["n"]]),
             heads_adjoin=True, sides=(rows, rows),
         )  # fmt: skip
 

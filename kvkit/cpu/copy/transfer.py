@@ -74,7 +74,7 @@ def copy_tokens(worker, params_at):
 
 @functools.cache
 def owners_of(direction, scaled):
-    """Return {index of an address in `copy_sides`: name of the argument that it belongs to}."""
+    """Return {index of an address in the launch's sides: name of the argument that it belongs to}."""
     owners: dict[int, str] = {}
     names = ("current_key", "current_value") if direction == STORE else ("key", "value")
     for kv, name in enumerate(names):
@@ -83,46 +83,34 @@ def owners_of(direction, scaled):
     return owners
 
 
-def copy_sides(arrays, sides):
-    """Return the fields of `COPY_SIDE` for keys, then for values, as one array."""
-    strides, places = [*map(packed_strides, arrays)], []
-    for array, (sequence, token, head), side in zip(arrays, strides, sides, strict=True):
-        places += COPY_SIDE.in_order({
+def prepare_transfer(direction, key, value, cache, steps, repeat=1):
+    """Return a launch that stores packed new tokens in the cache, or loads the rows of every context.
+
+    Loads repeat the heads of keys and values, to packed outputs.
+    """
+    is_store = direction == STORE
+    starts, first = (steps.seqstarts, steps.start_pos) if is_store else (steps.kvstarts, steps.load_starts)
+    adjacent = key.strides[-2] == value.strides[-2] == cache.dim * key.itemsize
+    heads, dim = cache.heads, cache.dim
+    moved = int(starts[-1]) * 2 * repeat * heads * key.itemsize * dim
+    stream = not is_store and moved >= STREAM_BYTES and aligned(key) and aligned(value)
+    if repeat == 1 and cache.heads_adjoin and adjacent:
+        heads, dim = 1, heads * dim
+    codes = cache.scale_format and not BY_NAME[cache.cache_format].minifloat
+    groups = panels.groups_in_panel(cache.group, dim // cache.group) if is_store and codes else 0
+    formats = cache.data_dtype, cache.cache_format, cache.scale_format
+    rows_code = rows(direction, *formats, cache.group, groups, stream).address
+    sides = []  # of keys, then of values
+    for array, side in zip((key, value), cache.sides, strict=True):
+        sequence, token, head = packed_strides(array)
+        sides.append(COPY_SIDE.filled({
             "packed": array, "packed_sequence": sequence, "packed_token": token, "packed_head": head,
             "cache": side.address, "cache_sequence": side.sequence,
             "cache_row": side.row, "cache_head": side.head,
             "scale": side.scales, "scale_sequence": side.scale_sequence, "scale_row": side.scale_row,
             "scale_head": side.scale_head,
-        })  # fmt: skip
-    return np.array(places, np.int64)
-
-
-def store(current_key, current_value, cache, steps):
-    """Return a launch that stores packed new tokens in the cache."""
-    starts, first = steps.seqstarts, steps.start_pos
-    return prepare_transfer(STORE, current_key, current_value, cache, starts, first, steps=steps, repeat=1)
-
-
-def load(key, value, cache, steps, repeat):
-    """Return a launch that gathers the rows of every sequence's context into packed outputs."""
-    starts, first = steps.kvstarts, steps.load_starts
-    return prepare_transfer(LOAD, key, value, cache, starts, first, steps=steps, repeat=repeat)
-
-
-def prepare_transfer(direction, key, value, cache, starts, first, steps, repeat):
-    """Return a launch that stores or loads rows."""
-    strides = key.strides, value.strides
-    heads, dim = cache.heads, cache.dim
-    moved = int(starts[-1]) * 2 * repeat * heads * key.itemsize * dim
-    stream = direction == LOAD and moved >= STREAM_BYTES and aligned(key) and aligned(value)
-    if repeat == 1 and cache.heads_adjoin and strides[0][-2] == strides[1][-2] == dim * key.itemsize:
-        heads, dim = 1, heads * dim
-    codes = cache.scale_format and not BY_NAME[cache.cache_format].minifloat
-    groups = panels.groups_in_panel(cache.group, dim // cache.group) if direction == STORE and codes else 0
-    formats = cache.data_dtype, cache.cache_format, cache.scale_format
-    rows_code = rows(direction, *formats, cache.group, groups, stream).address
-    sides = copy_sides((key, value), cache.sides)
-    keys, values = cache.sides
+        }))  # fmt: skip
+    sides, (keys, values) = np.concatenate(sides), cache.sides
     together = abs(values.address - keys.address) <= abs(keys.row)  # a token's key and value are neighbours
     block = BLOCKS[direction] if together else 0
     chunks = threads() if moved >= SMALL_BYTES else 1
