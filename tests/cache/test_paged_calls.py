@@ -26,7 +26,7 @@ def prepared(monkeypatch):
         monkeypatch.setattr(module, name, lambda *given, **named: made.append(name) or real(*given, **named))
 
     count(cpu.attention.prepare, "prepare_attention")
-    count(cpu.copy.transfer, "store")
+    count(cpu.copy.transfer, "prepare_transfer")
     return made
 
 

@@ -325,7 +325,7 @@ def fixed_fields(form, distances):
         "values.dim": form.value_dim, "values.padded_dim": padded(form.value_dim),
         "block": block, "wide_block": WIDE_BLOCK, "run_block": RUN_TOKENS,
         "leads": np.array(leads), "short_run": distances.short_run, "touched_run": distances.touched_run,
-        "least_split": LEAST_SPLIT, "least_wide_split": LEAST_SPLIT_IN_TILES if read.tiles else LEAST_SPLIT,
+        "least_split": LEAST_SPLIT, "least_wide_split": LEAST_SPLIT_IN_TILES if form.tiles else LEAST_SPLIT,
         "most_splits": SPLITS, "counting": COUNTING,
         "orders": orders,
         "keys.to_float": to_float[0], "values.to_float": to_float[1],
