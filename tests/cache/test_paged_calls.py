@@ -57,7 +57,7 @@ def test_rows(rng, prepared, kind, layout, options):
             cache.update(*states[i], i)
             got.append(cache.attend(queries[i], i, **options))
         if "sinks" not in options:
-            assert prepared == ["store", "prepare_attention"]
+            assert prepared == ["prepare_transfer", "prepare_attention"]
         for i in range(LAYERS):
             cache.rows.step = None
             for a, b in zip(both(got[i]), both(cache.attend(queries[i], i, **options)), strict=True):
@@ -85,7 +85,9 @@ def test_packed_tokens(rng, prepared, kind):
                 assert_same(step.multi_head_cache_attention(query, *new, i), expected)
                 assert_same(step.attend(query, i), expected)
                 assert_same(step.attend(np.asfortranarray(query), i), expected)
-                assert prepared[made:] == ([] if i else ["prepare_attention", "store", "prepare_attention"])
+                assert prepared[made:] == (
+                    [] if i else ["prepare_attention", "prepare_transfer", "prepare_attention"]
+                )
         assert_same(one.cache, other.cache)
 
 
