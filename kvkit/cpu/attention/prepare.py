@@ -64,6 +64,7 @@ SPLITS, LEAST_SPLIT = 64, 512  # the most splits of a call, and the least tokens
 LEAST_SPLIT_IN_TILES = 1024  # of 32 query rows, which tiles (AMX) multiply
 # The largest magnitude of values for integer sums; with larger ones they exceed the format's tolerance.
 MOST_VALUE = {"float16": 8, "bfloat16": 64}
+DIVISION = "tile_groups", "work_items", "splits", "tiles", "group_tiles"  # fields that `schedule` writes
 SMALL = 2**15  # products; one thread finishes fewer before a second one is awake
 
 workspace, partials, kept_weights = Workspace(), Workspace(), Workspace()
@@ -175,23 +176,21 @@ def launch(params, division, alive, shared, key_weights=None):
 
     owners = {place: owner for place, owner in ADDRESS_OWNER.items() if params[place]}
     plain, single = not shared and key_weights is None, None
-    if plain and division.is_small and division.work_items:
+    if plain and is_small and items:
         places = [
             (at + 8 * field, address(space.words), each + whole) for field, space, each, whole in grants
         ]
         codes = scheduler.scheduler_code("work").address, scheduler.scheduler_code("schedule").address
-        single = Single(codes[0], at, counters, places, codes[1], words_of(division, at))
+        # (address, least, most) of the params' words that a division decides
+        words = [
+            (at + 8 * FIELD[name], *2 * [number]) for name, number in zip(DIVISION, division, strict=False)
+        ]
+        words.append((at + 8 * FIELD["products"], 0, SMALL - 1))
+        single = Single(codes[0], at, counters, places, codes[1], words)
     return Launch(
         params, owners, run if plain else run_with_scales_and_sums, alive,
         lambda: schedule(params, at) == division, single,
     )  # fmt: skip
-
-
-def words_of(division, at):
-    """Return (address, least, most) of the params' words that a division decides."""
-    names = "tile_groups", "work_items", "splits", "tiles", "group_tiles"
-    words = [(at + 8 * FIELD[name], *2 * [getattr(division, name)]) for name in names]
-    return [*words, (at + 8 * FIELD["products"], 0, SMALL - 1)]
 
 
 def schedule(params, at):
