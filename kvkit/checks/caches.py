@@ -37,10 +37,10 @@ def cache_layer(
     sizes = {"l": num_layer, "kv": 2, "h": heads, "c": width}
     at = layout.at  # sequences and rows are free
     if cache.ndim != len(at) or [cache.shape[at[axis]] for axis in sizes] != [*sizes.values()]:
-        wanted = ", ".join(str(sizes.get(axis, "any")) for axis in layout.axes)
+        text = ", ".join(str(sizes.get(axis, "any")) for axis in layout.axes)
         note = ", Dh/2 bytes for int4" if stored.name == "int4" else ""
         note = f", {width} bytes a head of {stored}" if stored.block else note
-        legal = f"shape {shape_text(layout)} = ({wanted}) for cache_layout {arguments.cache_layout}{note}"
+        legal = f"shape {shape_text(layout)} = ({text}) for cache_layout {arguments.cache_layout}{note}"
         raise argument_error("cache", legal, cache.shape)
     key, value = layer_sides(cache, layout, layer_idx)
     stored_bytes = width * cache.itemsize

@@ -91,9 +91,9 @@ def read_step(
     ):  # fmt: skip
         if array.shape[0] != length:
             raise argument_error(name, f"{length} entries for {batch} sequences", array.shape[0])
-    name, array = tokens or ("", None)
-    if isinstance(array, np.ndarray) and array.ndim == Packed.axes:
-        check_last_start("seqstarts", seqstarts[-1], (name, len(array)))
+    label, packed = tokens or ("", None)
+    if isinstance(packed, np.ndarray) and packed.ndim == Packed.axes:
+        check_last_start("seqstarts", seqstarts[-1], (label, len(packed)))
     return StepIndex(
         seqstarts, kvstarts, start_pos, load_starts=np.zeros(batch, np.int64), table=table,
         page_size=page_size, tokens=int(seqstarts[-1]), context=int(kvstarts[-1]), rows=0, limits=limits,

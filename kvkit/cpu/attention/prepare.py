@@ -4,7 +4,7 @@ import ctypes
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -238,12 +238,12 @@ def chosen_form(*, as_loaded, integers, pairs, tiles, **given):
     If rows are read `as_loaded`, decoded values are rounded to the format of the data. `integers`, `pairs`
     and `tiles` say which engines the machine has.
     """
-    unread = dict.fromkeys(KernelForm._fields[len(given) :])
+    unread: Any = dict.fromkeys(KernelForm._fields[len(given) :])
     form = KernelForm(**given, **unread)
     dims, coded, decoder = (form.dim, form.value_dim), form.scale is not None, form.decoder
     rounds = as_loaded and not coded and coarser(form.data, form.cache_formats[0])
     minifloat = BY_NAME[form.cache_formats[0]].minifloat
-    exact = as_loaded and coded and not minifloat and coarser(form.scale, form.data)
+    exact = as_loaded and form.scale is not None and not minifloat and coarser(form.scale, form.data)
     if decoder:
         widens = not decoder.engine
     else:
@@ -448,10 +448,12 @@ def scoring_fields(weights, constants, sinks):
     """
     slopes, scales, mask, softcap = weights.slopes, weights.scales, weights.mask, weights.softcap
     biases = softcap or weights.alibi or slopes is not None or mask.address
-    keys, values, factor_strides = constants, None, (0, 0)
+    keys, values, factor_sequence, factor_head = constants, None, 0, 0
     if scales is not None:
         keys, values = scales
-        factor_strides = tuple(x if size > 1 else 0 for size, x in zip(keys.shape, keys.strides, strict=True))
+        factor_sequence, factor_head = (
+            stride if size > 1 else 0 for size, stride in zip(keys.shape, keys.strides, strict=True)
+        )
     return {
         "causal": weights.causal, "alibi": weights.alibi, "left": weights.left, "right": weights.right,
         "cap": softcap != 0, "cap_at": constants[1:],
@@ -459,7 +461,7 @@ def scoring_fields(weights, constants, sinks):
         "slopes": slopes,
         "slopes_sequence": slopes.strides[0] if slopes is not None and len(slopes) > 1 else 0,
         "key_factors": keys, "value_factors": values,
-        "factor_sequence": factor_strides[0], "factor_head": factor_strides[1],
+        "factor_sequence": factor_sequence, "factor_head": factor_head,
         "add_biases": biases_code().address if biases else 0,
         "mask": mask.address, "mask_kind": mask.kind, "mask_sequence": mask.sequence,
         "mask_head": mask.head, "mask_row": mask.row, "mask_column": mask.column, "mask_packed": mask.packed,

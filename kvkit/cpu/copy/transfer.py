@@ -100,17 +100,17 @@ def prepare_transfer(direction, key, value, cache, steps, repeat=1):
     groups = panels.groups_in_panel(cache.group, dim // cache.group) if is_store and codes else 0
     formats = cache.data_dtype, cache.cache_format, cache.scale_format
     rows_code = rows(direction, *formats, cache.group, groups, stream).address
-    sides = []  # of keys, then of values
+    records = []  # of keys, then of values
     for array, side in zip((key, value), cache.sides, strict=True):
         sequence, token, head = packed_strides(array)
-        sides.append(COPY_SIDE.filled({
+        records.append(COPY_SIDE.filled({
             "packed": array, "packed_sequence": sequence, "packed_token": token, "packed_head": head,
             "cache": side.address, "cache_sequence": side.sequence,
             "cache_row": side.row, "cache_head": side.head,
             "scale": side.scales, "scale_sequence": side.scale_sequence, "scale_row": side.scale_row,
             "scale_head": side.scale_head,
         }))  # fmt: skip
-    sides, (keys, values) = np.concatenate(sides), cache.sides
+    sides, (keys, values) = np.concatenate(records), cache.sides
     together = abs(values.address - keys.address) <= abs(keys.row)  # a token's key and value are neighbours
     block = BLOCKS[direction] if together else 0
     chunks = threads() if moved >= SMALL_BYTES else 1
