@@ -60,8 +60,11 @@ class PlannedStep:
         self.words = np.array([0, sequences.steps.rows if sequences.steps else 0, self._start()])
 
     def _start(self) -> int:
-        """Return where sequences of one length begin, 0 for others."""
-        return int(self._sequences.start_pos) if isinstance(self._sequences, Static) else 0
+        """Return where checked sequences of one length begin, 0 for others."""
+        sequences = self._sequences
+        if isinstance(sequences, Static) and sequences.steps is not None:
+            return int(sequences.start_pos)
+        return 0
 
     def _become(self, sequences: Sequences, version: int) -> None:
         """Set the sequences of another version."""
