@@ -174,16 +174,17 @@ def schemes_named(text: str, scale: Any = None) -> tuple[Any, Any]:
 
 
 def formats_named(text: str) -> tuple[Format, Format]:
-    """Return (format of keys, format of values), which differ for "kivi2" or "q8_0/q4_0"."""
+    """Return (format of keys, format of values), which differ for "kivi2" or "q8_0/kivi4:g8"."""
     if text in FORMAT_PAIRS:
         return named(FORMAT_PAIRS[text][0]), named(FORMAT_PAIRS[text][1])
-    if "/" in text:
-        sides = text.split("/", 1)
-        return cache_format(sides[0]), cache_format(sides[1])
-    if text.startswith("kivi") and text.split(":")[0] not in NAMED:
-        key, value = (cache_format(text.replace("kivi", f"kivi_{side}", 1)) for side in ("key", "value"))
-        return key, value
-    return cache_format(text), cache_format(text)
+    sides = text.split("/", 1) if "/" in text else (text, text)
+    key, value = (
+        each.replace("kivi", f"kivi_{side}", 1)
+        if each.startswith("kivi") and each.split(":")[0] not in NAMED
+        else each
+        for each, side in zip(sides, ("key", "value"), strict=True)
+    )
+    return cache_format(key), cache_format(value)
 
 
 def cache_format(text: str) -> Format:
