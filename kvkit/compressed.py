@@ -137,6 +137,10 @@ def compressed_slots(
     KvkitError
         If an argument is wrong, or if a row has no page.
 
+    Notes
+    -----
+    The same rule with another table gives the slots of index keys. It is vLLM's slot mapping of a step.
+
     Examples
     --------
     >>> import kvkit
@@ -176,6 +180,10 @@ def rope_back(
     ------
     KvkitError
         If an argument is wrong.
+
+    Notes
+    -----
+    DeepSeek V4's models call this the conjugate rotation, before the grouped output projection.
 
     Examples
     --------
