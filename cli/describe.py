@@ -12,7 +12,10 @@ from kvkit_cli import complete, show
 from kvkit_cli.arguments import find_operator, is_scalar
 
 # The values of arguments in examples; all others are 0.
-EXAMPLE_SIZES = {"num_heads": 8, "head_dim": 64, "seqlen_q": 4, "seqlen_kv": 16, "m": 100, "n": 30}
+EXAMPLES = {
+    "num_heads": 8, "head_dim": 64, "seqlen_q": 4, "seqlen_kv": 16, "m": 100, "n": 30,
+    "rope": """'{"rotary_dim": 64}'""",
+}  # fmt: skip
 
 
 @click.command()
@@ -103,9 +106,9 @@ def note(op: Operator) -> str:
 def example(op: Operator) -> str:
     """Return an example command, in two lines if it is long."""
     needed = [array for array in op.inputs if not array.optional]
-    settings = [f"{array.name}={EXAMPLE_SIZES.get(array.name, 0)}" for array in needed if is_scalar(array)]
+    settings = [f"{array.name}={EXAMPLES.get(array.name, 0)}" for array in needed if is_scalar(array)]
     required = [attribute for attribute in op.attributes if attribute.default is REQUIRED]
-    settings += [f"{attribute.name}={EXAMPLE_SIZES.get(attribute.name, 0)}" for attribute in required]
+    settings += [f"{attribute.name}={EXAMPLES.get(attribute.name, 0)}" for attribute in required]
     if not required:
         settings += [f"{attribute.name}={default_text(attribute)}" for attribute in op.attributes[:1]]
     source = "" if all(map(is_scalar, needed)) else " IN.npz"

@@ -36,6 +36,7 @@ class Model:
         self.kind, self.max_cache_len, self.recording = kind, max_cache_len, False
         self.window = min(window, max_cache_len) if kind in WINDOWS and "static" in kind else window
         self.chunk = window if "chunked" in kind else None
+        self.padding = True  # what masks say: padding, the same for all queries
         self.seen, self.stored = [], 0
 
     def __len__(self):
@@ -131,14 +132,17 @@ class Model:
         return output, lse
 
     def in_chunks(self, query, mask):
-        """Return a mask that also hides what is in another chunk; chunks count from a row's first token."""
+        """Return a mask that also hides what is in another chunk.
+
+        Chunks count from a row's first token if the mask is one of `padding`, else from slot 0.
+        """
         batch, heads, new, _ = query.shape
         count = len(self)
         mask = np.ones((batch, heads, new, count), np.bool_) if mask is None else mask.copy()
         for b in range(batch):
-            begins = int(np.argmax(mask[b, 0, 0])) if mask[b].any() else 0
+            begins = int(np.argmax(mask[b, 0, 0])) if self.padding and mask[b].any() else 0
             for i in range(new):
                 for j in range(count):
-                    own = (count - new + i - begins) // self.chunk == (j - begins) // self.chunk
-                    mask[b, :, i, j] &= own
+                    if (count - new + i - begins) // self.chunk != (j - begins) // self.chunk:
+                        mask[b, :, i, j] = False if mask.dtype == np.bool_ else -np.inf
         return mask

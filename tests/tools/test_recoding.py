@@ -138,7 +138,7 @@ def test_a_state_of_llama_cpp(cache, tmp_path):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"format": "q9_0"}, "format: expected one of"),
+        ({"format": "q9_0"}, "format: expected a format that"),
         ({}, "to_layout: expected a layout, or a format"),
         ({"format": "q8_0", "to_layout": "hf"}, "to_layout: expected a layout, or a format"),
         (
