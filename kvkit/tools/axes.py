@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 import numpy as np
 
 from kvkit.errors import argument_error, describe
-from kvkit.tools.state_names import CONV, RECURRENT, kind_of_state
+from kvkit.tools.state_names import COMPRESSED, COMPRESSOR, CONV, RECURRENT, kind_of_state
 
 AXIS_WORDS = {
     "l": "layer", "kv": "side", "s": "sequence", "b": "page", "n": "position", "t": "token", "h": "head",
@@ -39,6 +39,7 @@ BY_NAME = {  # the last axes of arrays without a content axis, or with two axes 
 STATE_AXES = {  # {(kind of a state, number of axes): its axes}
     (RECURRENT, 2): "s entry", (RECURRENT, 4): "s h row column", (RECURRENT, 5): "l s h row column",
     (CONV, 2): "s entry", (CONV, 3): "s channel column", (CONV, 4): "l s channel column",
+    (COMPRESSED, 3): "s row c", (COMPRESSOR, 3): "s row c", (COMPRESSOR, 4): "s row entry c",
 }  # fmt: skip
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -22,9 +23,14 @@ from kvkit.tools.contents import Source
 from kvkit.tools.inspection import fitting_layouts
 from kvkit.tools.names import NAMINGS, PAGED_NAMES, rename_tables, some_names
 from kvkit.tools.source import CacheSource
-from kvkit.tools.state_names import STATES
+from kvkit.tools.state_names import COMPRESSOR, COMPRESSOR_STATES, STATES, kind_of_state
 
 TABLES = "block_tables", "cachestarts", "kv_indices"
+# Names of arrays that may be one layer's, as layers.2.entry_count.indexer.
+OF_LAYERS = "compressed_slot_mapping", "window_ring", "entry_count", "compressed_kv"
+NAME_OF_LAYER = re.compile(
+    rf"(?:layers\.([0-9]{{1,6}})\.)?({'|'.join(OF_LAYERS)})(?:\.(?:compressor|indexer))?"
+)
 NAMES_READ = (
     *TABLES,
     "context_lens", "kv_indptr", "kv_last_page_len", "kvstarts", "num_blocks", "page_size", "placeholder",
@@ -32,6 +38,7 @@ NAMES_READ = (
     "cache", "layers", *chain(*NAMINGS), *BESIDE, "key_scale", "value_scale", "format", "layout",
     "query", "lse", "softmax_scale", "state_indices", "free_slots", *STATES,
     "state_layout", "k", "v", "g", "beta",
+    *OF_LAYERS, "compress_ratios", "window", *COMPRESSOR_STATES,
 )  # fmt: skip
 
 
@@ -115,7 +122,17 @@ class Case:
     @property
     def notes(self) -> tuple[str, ...]:
         """Return notes on how the source is read, and on arrays that no rule reads."""
-        return *self.source.guess, *self.source.unread(NAMES_READ)
+        of_layers = [
+            name for name in self.given if NAME_OF_LAYER.fullmatch(name) or kind_of_state(name) == COMPRESSOR
+        ]
+        return *self.source.guess, *self.source.unread(NAMES_READ, of_layers)
+
+    def of_layers(self, *names: str) -> Iterator[tuple[str, int | None, Any]]:
+        """Yield (whole name, number of its layer or None, array) of arrays of `OF_LAYERS`."""
+        for name, array in self.given.items():
+            found = NAME_OF_LAYER.fullmatch(name)
+            if found and found[2] in names:
+                yield name, None if found[1] is None else int(found[1]), array
 
     def number(self, name: str, least: int | None = None) -> int | None:
         """Return the integer of a name; None if it is not given."""
@@ -129,6 +146,8 @@ class Case:
             return any(side.scale is not None for side in self.sides)
         if need == "keys and values":
             return bool(self.sides)
+        if need in OF_LAYERS:
+            return any(self.of_layers(need))
         return need in self.given if need in NAMES_READ else None
 
     def index(self, name: str, ndim: int | None = None) -> Any:

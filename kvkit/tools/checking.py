@@ -1,4 +1,4 @@
-"""Define the tool `check`: find errors in page tables, slots, layouts, scales and data."""
+"""Define the tool `check`: find errors in page tables, slots, states, layouts, scales and data."""
 
 from __future__ import annotations
 
@@ -50,6 +50,10 @@ def check(
           int64;
         - ``recurrent_state`` [slots, heads, dk, dv] with ``state_indices``; beside `after` also
           ``state_layout``, ``k``, ``v``, ``g`` and ``beta`` of a step, for which all orders are tried;
+        - ``compressed_slot_mapping`` int [tokens] with ``slot_positions`` and ``compress_ratios``, one or
+          by layer (``layers.2.compressed_slot_mapping``); ``entry_count`` or ``compressed_kv`` with
+          ``context_lens`` and ratios; ``window_ring`` [sequences, rows, dim] with ``window``;
+          ``compressor_state``;
         - ``lse`` [B, heads] with ``query`` [B, heads, content] and ``softmax_scale``.
     after : path or dict of arrays, optional
         The caches after a call. Only rows of ``slots`` may differ from `source`.

@@ -40,7 +40,7 @@ TOKENS_FIRST = (  # patterns whose arrays are [blocks, rows, heads, content]
 ENGINE_NAMES = {  # {kvkit's name of a table: its names in vLLM, FlashAttention and FlashInfer}
     "block_tables": ("block_table", "page_table"), "context_lens": ("seq_lens", "cache_seqlens"),
     "page_size": ("block_size",), "kv_indptr": ("paged_kv_indptr",), "kv_indices": ("paged_kv_indices",),
-    "kv_last_page_len": ("paged_kv_last_page_len",),
+    "kv_last_page_len": ("paged_kv_last_page_len",), "compressed_slot_mapping": ("cmp_slot_mapping",),
 }  # fmt: skip
 BESIDE_TABLE = {  # {array of a page table: other arrays that it needs}
     "block_tables": ("context_lens",), "kv_indices": ("kv_indptr", "kv_last_page_len"),

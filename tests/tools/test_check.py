@@ -11,7 +11,7 @@ import table_reference
 import table_scenes
 from verbs import kvkit
 
-from kvkit import files, layouts
+from kvkit import compressed_slots, files, layouts
 from kvkit.cache import PagedCache, QuantizedCache
 from kvkit.errors import KvkitError
 from kvkit.files import npz
@@ -19,7 +19,7 @@ from kvkit.tools import check
 from kvkit.tools.names import SIDES
 from kvkit.tools.rules import RULES
 
-E4M3 = ml_dtypes.float8_e4m3fn
+E4M3, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
 
 
 def fine(arrays):
@@ -158,6 +158,22 @@ def of_pages(numbers):
     return mutated
 
 
+def pooled(ratios=(0, 4, 8)):
+    """Return a step of two sequences with padding, and the caches of two layers that pool tokens."""
+    positions = np.array([2, 3, 4, 14, 15, 16, -1])
+    arrays = {"slot_positions": positions, "compress_ratios": np.array(ratios),
+              "context_lens": np.array([5, 17]), "layers.1.entry_count.compressor": np.array([1, 4]),
+              "layers.2.compressed_kv.compressor": np.zeros((2, 2, 8), np.float16),
+              "layers.1.compressor_state": np.zeros((2, 8, 2, 16), np.float32),
+              "window_ring": np.zeros((2, 17, 8), np.float16)}  # fmt: skip
+    for layer in (1, 2):
+        slots = compressed_slots(
+            positions, [[7, 3], [2, 5]], 2, ratio=ratios[layer], sequence_of_token=[0, 0, 0, 1, 1, 1, 0]
+        )
+        arrays[f"layers.{layer}.compressed_slot_mapping"] = slots
+    return arrays
+
+
 MUTATIONS = {
     "P1": [
         put(tables, "block_tables", (1, 3), 12), put(tables, "block_tables", (0, 0), -1),
@@ -222,6 +238,29 @@ MUTATIONS = {
         lambda: {"ssm_state": np.array([[0, np.nan], [1, 2]], np.float32)},
         lambda: {"recurrent_states": np.full((2, 1, 1), np.inf), "state_indices": np.array([1])},
     ],
+    "C1": [
+        put(pooled, "layers.1.compressed_slot_mapping", 2, 9),
+        put(pooled, "layers.2.compressed_slot_mapping", 1, 14),
+        put(pooled, "layers.1.compressed_slot_mapping", 6, 0), put(pooled, "compress_ratios", 1, 0),
+        lambda: {"cmp_slot_mapping": np.array([-1, 4]), "slot_positions": np.array([126, 128]),
+                 "compress_ratios": np.array(128)},
+    ],
+    "C2": [put(pooled, "layers.1.compressed_slot_mapping", 4, -1),
+           put(pooled, "layers.2.compressed_slot_mapping", 4, -1)],
+    "C3": [
+        but(pooled, window_ring=np.zeros((2, 16, 8))), but(pooled, window=18, context_lens=None),
+        lambda: {"window_ring": np.zeros((1, 127, 4), np.float16)},
+    ],
+    "C4": [
+        but(pooled, **{"layers.1.compressor_state": np.zeros((2, 8, 2, 16), np.float16)}),
+        lambda: {"compress_state": np.zeros((2, 8, 16), BF16)},
+        lambda: {"layers.0.states.indexer": np.zeros((2, 8, 2, 16), np.float64)},
+    ],
+    "C5": [
+        put(pooled, "layers.1.entry_count.compressor", 1, 3), put(pooled, "context_lens", 0, 8),
+        put(pooled, "layers.1.entry_count.compressor", 0, 2), but(pooled, context_lens=np.array([5, 24])),
+        but(pooled, compress_ratios=np.array([0, 4, 128])),
+    ],
     "L1": [
         but(cache, layout="b h n c"), but(cache, layout="b n h c", num_blocks=11),
         lambda: {"cache.0": np.zeros((12, 2, 4, 2, 8)), "layout": "l | kv b n h c"},
@@ -256,7 +295,7 @@ LINES = {
         "cache": np.array([key, value]).transpose(0, 3, 1, 2, 4)[None].copy()
     },
 }
-FAIR = (tables, packed, rows, cache, coded, eights, log_sums)
+FAIR = (tables, packed, rows, cache, coded, eights, log_sums, pooled)
 
 
 @pytest.mark.parametrize("make", FAIR)
@@ -275,7 +314,50 @@ def test_every_mutation_is_found(make):
     assert finding.where
     assert finding.message
     assert finding.hint.endswith(".")
-    assert finding.severity == ("warning" if rule in ("P6", "S4", "R3", "Q2", "Q5", "D2", "L2") else "error")
+    assert finding.severity == (
+        "warning" if rule in ("P6", "S4", "R3", "C4", "Q2", "Q5", "D2", "L2") else "error"
+    )
+
+
+def test_words_of_compressed_slots():
+    """A place, what is there, and what belongs there."""
+    arrays = pooled()
+    arrays["layers.1.compressed_slot_mapping"][[1, 2, 6]] = -1, 9, 0
+    assert [(each.rule, each.where, each.message) for each in check(arrays)] == [
+        (
+            "C1",
+            "layers.1.compressed_slot_mapping[2]",
+            "slot 9 for position 4, which ends no window of 4 tokens",
+        ),
+        ("C1", "layers.1.compressed_slot_mapping[6]", "slot 0 for padding"),
+        ("C2", "layers.1.compressed_slot_mapping[1]", "-1 for position 3, which ends row 0"),
+    ]
+
+
+def test_what_rules_of_compressed_rows_lack():
+    """The names of a layer's arrays count as given."""
+    found = check(but(pooled, slot_positions=None, context_lens=None)())
+    assert {name: found.unchecked[name] for name in ("C1", "C5")} == {
+        "C1": "slot_positions",
+        "C5": "context_lens",
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"slot_positions": np.arange(3)}, "layers.1.*_mapping: expected 3 entries, as slot_positions"),
+        ({"compress_ratios": np.array([0, 4])}, "ratios: expected the ratio of layers.2.*got 2 ratios"),
+        ({"compress_ratios": np.array([0, 1, 8])}, "compress_ratios: expected 0, or at least 2 .*got 1"),
+        ({"compressed_slot_mapping": np.zeros(7, int)}, "ratio of compressed_slot_mapping: .*beside layers"),
+        ({"window_ring": np.zeros((17, 8))}, r"window_ring: expected shape \[sequences, rows, dim\]"),
+        ({"layers.2.compressed_kv": np.zeros((17, 8))}, r"compressed_kv: expected shape \[sequences, rows"),
+        ({"layers.2.entry_count": np.array([1, 2, 3])}, "entry_count: expected 2 counts, as context_.*got 3"),
+    ],
+)  # fmt: skip
+def test_compressed_arrays_that_contradict_are_refused(changes, message):
+    with pytest.raises(KvkitError, match=message):
+        check(pooled() | changes)
 
 
 def test_padding_beside_the_first_slot_is_no_high_word():
@@ -405,7 +487,7 @@ def test_saved_layers(tmp_path):
     assert found.checked == ["Q1", "D1"]
     assert [each.where.partition("[")[0] for each in found] == [f"layers.0.{x}s.cells" for x in SIDES]
     nothing = check({"num_blocks": 8})
-    assert str(nothing).startswith("nothing was checked, because no rule has its inputs\n29 rules not")
+    assert str(nothing).startswith("nothing was checked, because no rule has its inputs\n34 rules not")
     npz.write(tmp_path / "nothing.npz", {"num_blocks": np.array(8)})
     assert kvkit("check", tmp_path / "nothing.npz")[0] == 2
 

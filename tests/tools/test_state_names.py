@@ -5,8 +5,8 @@ import pytest
 
 import kvkit
 from kvkit import KvkitError
-from kvkit.tools import check, convert, inspect
-from kvkit.tools.state_names import STATES, kind_of_state
+from kvkit.tools import check, convert, diff, inspect
+from kvkit.tools.state_names import COMPRESSOR_STATES, STATES, kind_of_state
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,10 @@ from kvkit.tools.state_names import STATES, kind_of_state
         ("past_key_values.11.recurrent_state", "recurrent"), ("conv_state_7", "conv"),
         ("cache_r_l0", "conv"), ("cache_s_l11", "recurrent"), ("cache_k_l0", None), ("cache_s", None),
         ("key_states", None), ("conv_statement", None), ("deconv_state", None), ("states.conv", None),
-        ("recurrent_state_indices", None),
+        ("recurrent_state_indices", None), ("layers.2.compressor_state", "compressor"),
+        ("inner_compress_state", "compressor"), ("layers.0.states.indexer", "compressor"),
+        ("layers.2.compressed_kv.compressor", "compressed"), ("overlap_gate.indexer", "compressed"),
+        ("layers.2.compressed_kv", None), ("compressed_kv.gate", None), ("compressor_states", None),
     ],
 )  # fmt: skip
 def test_kinds(name, kind):
@@ -26,7 +29,7 @@ def test_kinds(name, kind):
 
 
 def test_every_name_of_check_is_known():
-    assert all(kind_of_state(name) for name in STATES)
+    assert all(kind_of_state(name) for name in (*STATES, *COMPRESSOR_STATES))
 
 
 def states(layers):
@@ -58,6 +61,49 @@ def test_states_beside_keys():
     assert not any("not read" in note for note in inspect(arrays).notes)
     notes = inspect(arrays | {"router": np.zeros((2, 2), np.float32)}).notes
     assert [note for note in notes if "not read" in note] == ["not read: router"]
+
+
+def compressed_rows(rng):
+    """Return what transformers holds of DeepSeek V4's layers 2 (CSA) and 3 (HCA) after 22 tokens, by name."""
+    keys, arrays = rng.standard_normal((1, 1, 5, 8), np.float32), {}
+    for layer, ratio, names in ((2, 4, ("compressor", "indexer")), (3, 8, ("compressor",))):
+        arrays |= {f"past_key_values.{layer}.{side}": keys for side in ("key", "value")}
+        for name in names:
+            arrays[f"layers.{layer}.compressed_kv.{name}"] = np.ones((1, 22 // ratio, 8), np.float32)
+            arrays[f"layers.{layer}.entry_count.{name}"] = np.array(22 // ratio)
+            for each in ("buffer_kv", "buffer_gate"):
+                arrays[f"layers.{layer}.{each}.{name}"] = np.ones((1, 22 % ratio, 8), np.float32)
+            if ratio == 4:
+                for each in ("overlap_kv", "overlap_gate"):
+                    arrays[f"layers.{layer}.{each}.{name}"] = np.ones((1, ratio, 8), np.float32)
+    return arrays
+
+
+def test_compressed_rows_of_transformers(rng):
+    """They are named, go along with keys, are compared, and their counts are checked."""
+    arrays = compressed_rows(rng)
+    found = inspect(arrays)
+    assert not found.notes
+    assert sum(each.count for each in found.states) == len(arrays) - 4
+    text = str(found)
+    assert "\nindex keys layers.{l}.compressed_kv.indexer: [sequences, rows, dim]\n" in text
+    assert "\ncompressed rows, 2 arrays layers.{l}.entry_count.compressor: how many there are\n" in text
+    moved = convert(arrays, None, to_layout="hf")
+    assert not moved.notes
+    assert all(np.array_equal(moved.arrays[x], arrays[x]) for x in arrays if x.startswith("layers."))
+    stated = {"context_lens": np.array([22]), "compress_ratios": np.array([0, 0, 4, 8])}
+    report = check(arrays | stated)
+    assert "C5" in report.checked
+    assert not report.found
+    assert "compressed_kv" not in str(report.notes)  # which name what no rule reads
+    arrays["layers.3.entry_count.compressor"] = np.array(3)
+    assert [(each.rule, each.where, each.message) for each in check(arrays | stated)] == [
+        ("C5", "layers.3.entry_count.compressor", "3 rows; 22 tokens make 2")
+    ]
+    changed = dict(arrays) | {"layers.2.compressed_kv.indexer": np.ones((1, 5, 8), np.float32) * 2}
+    said = str(diff(arrays, changed))
+    assert "layers.2.compressed_kv.indexer: 40 of 40 elements differ" in said
+    assert "first: sequence 0, row 0, element 0" in said
 
 
 def test_rows_of_llama():
