@@ -319,6 +319,24 @@ def test_every_mutation_is_found(make):
     )
 
 
+def test_slots_of_compressed_rows_are_judged_as_the_operator_computes_them(rng):
+    """A step of any ratio passes; with one slot set or missing, that token alone is named."""
+    for ratio in (2, 3, 4, 7, 128):
+        positions = rng.integers(-1, 5 * ratio, 40)
+        positions[:3] = -1, ratio - 2, ratio - 1
+        slots = compressed_slots(positions, [[3, 1, 4, 0, 2]], 1, ratio=ratio)
+        step = {"slot_positions": positions, "compress_ratios": np.array(ratio)}
+        assert check(step | {"compressed_slot_mapping": slots}).checked == ["C1", "C2"]
+        for token in (0, 1, 2, int(rng.integers(3, 40))):
+            wrong = slots.copy()
+            wrong[token] = -1 if slots[token] >= 0 else 3
+            found = check(step | {"compressed_slot_mapping": wrong})
+            assert [(each.rule, each.where) for each in found] == [
+                ("C2" if slots[token] >= 0 else "C1", f"compressed_slot_mapping[{token}]")
+            ]
+        assert not check(step | {"compressed_slot_mapping": slots}).found
+
+
 def test_words_of_compressed_slots():
     """A place, what is there, and what belongs there."""
     arrays = pooled()
