@@ -11,7 +11,7 @@ from benchmarks.suites.memory import plain_copy
 from kvkit import cpu
 from kvkit.checks import caches
 from kvkit.checks.arguments import CacheArguments, StepArguments
-from kvkit.checks.index_tensors import check_room, checked_step, packed_tokens
+from kvkit.checks.index_tensors import packed_in_cache
 from kvkit.checks.values import check_apart, check_new_tokens
 from kvkit.layouts import pmx
 
@@ -121,9 +121,7 @@ def append_only(kind, number, mode, past, new, timed=False):
             checked = caches.cache_layer(
                 fmt, H, DIM, cache, scale, pmx.DYNAMIC, place._replace(layer_idx=layer)
             )
-            packed = packed_tokens("current_key", x)
-            step = checked_step(packed, index)
-            check_room(step, packed, checked)
+            step = packed_in_cache(("current_key", x), index).over_cache("current_key", x, checked)
             cpu.launches.start(cpu.copy.transfer.prepare_transfer("store", key, value, checked, step))
 
         if timed:
@@ -146,8 +144,7 @@ def checks_only(kind, batch):
         def run(i):
             fmt, _, _ = check_new_tokens(x, x, 3)
             checked = caches.cache_layer(fmt, H, DIM, cache, scale, pmx.DYNAMIC, place)
-            packed = packed_tokens("current_key", x)
-            check_room(checked_step(packed, index), packed, checked)
+            packed_in_cache(("current_key", x), index).over_cache("current_key", x, checked)
             for name, array in (("cache", cache), ("scale", scale)):
                 check_apart(name, array, [("current_key", x), ("current_value", x)])
 

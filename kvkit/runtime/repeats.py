@@ -379,7 +379,10 @@ def repeatable(operator: Function) -> Function:
 
     @functools.wraps(operator)
     def call_method(itself: Any, *args: Any, **keywords: Any) -> Any:
-        repeats = itself.repeats[name]
+        try:
+            repeats = itself.repeats[name]
+        except AttributeError:  # Python says what is wrong
+            return operator(itself, *args, **keywords)
         answer = repeats.again(args, keywords)
         if answer is not None:
             return answer

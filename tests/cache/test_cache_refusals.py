@@ -44,7 +44,7 @@ CONSTRUCTORS = [  # the message's beginning, and who says it
     ("num_layers: expected at least 0", lambda: DynamicCache(-1)),
     ("window: expected at least 1", lambda: DynamicCache(window=0)),
     ("max_cache_len: expected at least 1", lambda: StaticCache(0, 1)),
-    ("num_layers: expected an integer", lambda: StaticCache(8, None)),
+    ("num_layers: expected an integer", lambda: StaticCache(8, "2")),
     ("layers[0]: expected a layer", lambda: Cache([DynamicLayer])),
     ("layers[1]: expected a layer of its own", lambda: Cache([DynamicLayer()] * 2)),
     ("layers[1]: expected a new SharedLayer, got one of another cache",
@@ -132,10 +132,13 @@ def of_updates(key, value):
     for wrong in (value[:1], value[:, :2], value[:, :, :1]):
         yield "value_states: expected shape", (key, wrong)
     for change in (lambda x: x[:1], lambda x: x[:, :1], lambda x: x.astype(np.float32)):
-        yield "key_states: expected keys and values as ", (change(key), change(value))
+        yield (
+            "[2, 3, q, ",
+            (change(key), change(value)),
+        )
     yield "key_states: expected ", (key[..., :0], value[..., :0])
-    yield "key_states: expected keys and values as ", (key[..., :3], value)
-    yield "key_states: expected keys and values as ", (key, value[..., :3])
+    yield "[2, 3, q, ", (key[..., :3], value)
+    yield "[2, 3, q, ", (key, value[..., :3])
     for positions in ([5], [5, 7], [6, 7], [-1, 0], [5.0, 6.0], [[5, 6]], []):
         yield "cache_position: expected", (key, value, positions)
 

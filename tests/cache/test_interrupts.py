@@ -14,7 +14,7 @@ from kvkit import KvkitError
 from kvkit.cache import Cache, DynamicLayer, QuantizedLayer, SharedLayer, SlidingWindowLayer, StaticLayer
 from kvkit.cache.stores import allocation
 from kvkit.cpu import launches
-from kvkit.runtime import arrays
+from kvkit.runtime import arrays, repeats
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files left open
 ROOT = os.path.dirname(kvkit.__file__)
@@ -142,6 +142,8 @@ def interrupted(call, cache, line, error):
         for lock in (launches.running, cache._lock, *(layer._lock for layer in cache.layers)):
             while lock._is_owned():  # a trace can raise between the end of a block and its lock's release
                 lock.release()
+        if repeats.changing.locked():
+            repeats.changing.release()
     return raised
 
 

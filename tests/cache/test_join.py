@@ -26,17 +26,16 @@ from kvkit.cache import (
 
 HEADS, DIM = 2, 16
 ROPE = Rope(DIM, theta=1e4)
-BY_TOKEN, BY_CHANNEL = QuantSpec(8, group=16, axis="token"), QuantSpec(8, group=4, axis="channel")
-TURNED = QuantSpec(8, group=16, axis="token", rotation="hadamard")
+BY_TOKEN, BY_CHANNEL, TURNED = map(QuantSpec, ("uint8:g16", "uint8:channel:g4", "uint8:g16+hadamard"))
 KINDS = {
     "dynamic": DynamicLayer,
     "static": lambda: StaticLayer(120),
     "window": lambda: SlidingWindowLayer(40),
     "chunks": lambda: ChunkedLayer(200),
-    "codes": lambda: QuantizedLayer(BY_TOKEN, BY_TOKEN, 5, 2),
-    "codes, no sinks": lambda: QuantizedLayer(BY_TOKEN, BY_TOKEN, 0, 0),
-    "channels": lambda: QuantizedLayer(BY_CHANNEL, BY_TOKEN, 6, 2),
-    "rotated codes": lambda: QuantizedLayer(TURNED, TURNED, 4, 2),
+    "codes": lambda: QuantizedLayer(key=BY_TOKEN, value=BY_TOKEN, residual_length=5, sink=2),
+    "codes, no sinks": lambda: QuantizedLayer(key=BY_TOKEN, value=BY_TOKEN, residual_length=0, sink=0),
+    "channels": lambda: QuantizedLayer(key=BY_CHANNEL, value=BY_TOKEN, residual_length=6, sink=2),
+    "rotated codes": lambda: QuantizedLayer(key=TURNED, value=TURNED, residual_length=4, sink=2),
 }
 CODED = "codes", "codes, no sinks", "channels", "rotated codes"
 LENGTHS = 23, 17, 3, 30

@@ -67,7 +67,7 @@ def test_every_state_is_read_by_every_tool_and_comes_back(folder, tmp_path, name
     source = with_model(path, model_of(folder, name))
     assert not any("how many heads" in note for note in tools.inspect(source).notes)
     studied = tools.study(source, "fp8")
-    assert studied.heads == 2
+    assert studied.num_kv_heads == 2
     for changes in ({"format": "float32"}, {"to_layout": "llama-cpp", "page_size": "longest"}):
         target = tmp_path / "cache.npz"
         tools.convert(source, target, **changes)

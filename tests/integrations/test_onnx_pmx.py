@@ -258,7 +258,7 @@ def test_a_static_node_exported_under_the_dynamic_domain():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_heads": None}, "missing a required .*num_heads"),
+        ({"num_heads": 3}, "num_kv_heads: expected a divisor of the 3 query heads"),
         ({"heads": 4}, "unexpected keyword argument 'heads'"),
         ({"cache": None}, "cache: expected a numpy array, got None"),
         ({"more": np.zeros(1)}, "8 inputs"),

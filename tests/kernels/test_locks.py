@@ -11,6 +11,7 @@ import pytest
 
 import kvkit
 from kvkit import KvkitError
+from kvkit.runtime import locks
 
 BEGIN = """
 import os, sys, threading
@@ -82,8 +83,13 @@ def call():
 
 
 def within(running, call):
+    """Call while a launch runs, as `launches.start` says it."""
     with running:
-        call()
+        locks.BUSY[0] = 1
+        try:
+            call()
+        finally:
+            locks.BUSY[0] = 0
 
 
 def test_calls_of_threads_wait_for_each_other(call):
@@ -139,15 +145,23 @@ def test_an_interrupt_leaves_no_turn_taken(call):
     """Whenever Ctrl-C comes, the next call has its turn."""
     from kvkit.cpu.launches import running
 
-    interrupted = 0
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    interrupted, is_armed = 0, False
+
+    def handler(number, frame):
+        if is_armed:  # a late alarm would interrupt the tests
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, handler)
     try:
         for i in range(300):
             try:
+                is_armed = True
                 signal.setitimer(signal.ITIMER_REAL, 1e-5 + i % 60 * 1e-6)
-                for _ in range(20):
+                for _ in range(100):
                     call()
+                is_armed = False
             except KeyboardInterrupt:
+                is_armed = False
                 interrupted += 1
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)

@@ -162,7 +162,7 @@ def test_a_scheme_of_ones_own(arrays, tmp_path):
 @pytest.mark.parametrize(
     ("schemes", "text"),
     [
-        ("", "schemes: expected one or more"), ("int5", "format: expected one of"),
+        ("", "schemes: expected one or more"), ("int5", "format: expected a format that"),
         ("int4,int4", "schemes: expected each once"), ("int4+spin", "rotation: expected"),
         ("int4:g48", "a multiple of 48"), ("nowhere.py:Mine", "scheme: expected a Python file"),
         ([object()], "scheme: expected methods encode and decode"),
