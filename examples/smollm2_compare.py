@@ -108,7 +108,7 @@ def plot(path, readings):
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print("No plot, which needs matplotlib: pip install 'kvkit-kernels[plot]'")
+        print("No plot, which needs matplotlib: pip install '.[plot]' in a clone")
         return
     axes = (figure := Figure(figsize=(7, 4), layout="constrained")).subplots()
     for color, axis in enumerate(("channel", "token")):

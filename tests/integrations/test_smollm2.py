@@ -124,6 +124,17 @@ def test_a_window_that_slides_reads_on_as_well():
     assert endless.perplexity(np.concatenate(slid[-4:])) < 1.1 * endless.perplexity(whole[-1])
 
 
+def test_fragments_of_which_all_is_read_again_lose_nothing():
+    """And those of which nothing is read again lose more than those of which the first tokens are."""
+    fragments, (model, tokenizer) = example("joined_fragments"), loaded()
+    found = fragments.compare(model, *next(fragments.passages(tokenizer)), again=(0, 4, 500))
+    kl = {name: measures[2].mean() for name, *measures in found}
+    for parts in "2 fragments", "4 fragments":
+        assert abs(kl[f"{parts}, first 500 again"]) < 1e-3
+        assert kl[parts] > kl[f"{parts}, first 4 again"] > 1e-3
+    assert kl["4 fragments"] > kl["2 fragments"]
+
+
 def test_data_of_the_other_examples():
     """The arrays that the examples read; another BLAS may round their last bits differently."""
     make = example("make_smollm2_kv")
