@@ -78,11 +78,13 @@ def test_helper_example(function):
 
 @pytest.mark.parametrize("op", OPERATORS.values(), ids=lambda op: op.name)
 def test_table_is_the_signature(op):
-    """Names, order and defaults: inputs by position, then attributes and out= by keyword."""
+    """Names, order and defaults: inputs by position, then attributes and out=, most of them by keyword."""
     parameters = list(inspect.signature(op.function()).parameters.values())
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     keywords = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-    assert positional == [array.name for array in op.inputs if not array.keyword]
+    inputs = [array.name for array in op.inputs if not array.keyword]
+    assert positional[: len(inputs)] == inputs
+    keywords |= dict.fromkeys(positional[len(inputs) :], REQUIRED)  # attributes by position, after all inputs
     if op.outputs:
         assert keywords.pop("out") is None
     for name in IN_PYTHON:  # several arrays, in Python alone
