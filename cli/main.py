@@ -23,7 +23,7 @@ VERBS = {  # {verb: (module, first line of its help)}
     "list": ("kvkit_cli.listing", "List formats, schemes, scorers, layouts, rules or operators by name."),
     "inspect": ("kvkit_cli.inspect", "List what is in a file: arrays, layout, tables, numbers."),
     "convert": ("kvkit_cli.convert", "Move a cache to another layout, bit for bit, or to another format."),
-    "edit": ("kvkit_cli.edit", "Remove, keep and move tokens of a saved cache."),
+    "edit": ("kvkit_cli.edit", "Remove, keep, move and add tokens of a saved cache."),
     "study": ("kvkit_cli.study", "Measure what quantization and eviction cost a cache, head by head."),
     "size": ("kvkit_cli.size", "Compute how many bytes the cache of a model takes."),
     "draw": ("kvkit_cli.draw", "Draw a layout, or the rows of a saved cache by sequence."),

@@ -112,6 +112,7 @@ def study(
 
 def study_model(name, text, tokens, schemes, policies):
     """Study a model of transformers that reads a text file."""
+    check_source(text)
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils.logging import disable_progress_bar
@@ -121,7 +122,6 @@ def study_model(name, text, tokens, schemes, policies):
         raise KvkitError("--model: needs transformers: pip install '.[transformers]' in a clone") from None
     path = Path(name)
     where, options = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (name, {})
-    check_source(text)
     try:
         words = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

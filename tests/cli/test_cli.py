@@ -349,7 +349,8 @@ def test_ctrl_c_does_not_wait_for_numpy(tmp_path, command):
     """A long call that holds no lock of Python is left alone; the process ends at once."""
     np.savez(tmp_path / "pool.npz", key_cache=np.zeros((2, 4, 1, 8)), value_cache=np.zeros((2, 4, 1, 8)))
     code = (
-        "import ctypes, sys; from kvkit import tools; from kvkit_cli.__main__ import start\n"
+        "import ctypes, signal, sys; from kvkit import tools; from kvkit_cli.__main__ import start\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # which a shell may have switched off
         "def wait(*_, **__): print('begun', flush=True); ctypes.CDLL(None).sleep(60)\n"
         f"setattr(tools, {command[0]!r}, wait); sys.argv[1:] = {[*command, 'pool.npz']!r}; start()"
     )
