@@ -188,8 +188,9 @@ def rope_back(
     Examples
     --------
     >>> import numpy as np, kvkit
-    >>> rope, x = kvkit.Rope(2, interleaved=True), np.ones((1, 1, 4), np.float32)
-    >>> rotated = kvkit.Rope(2, interleaved=True, begin=2).rotate(x, 5)
+    >>> from kvkit.rope import Rope
+    >>> rope, x = Rope(2, interleaved=True), np.ones((1, 1, 4), np.float32)
+    >>> rotated = Rope(2, interleaved=True, begin=2).rotate(x, 5)
     >>> bool(np.allclose(kvkit.rope_back(rotated, [5], rope), x))
     True
     """
