@@ -10,7 +10,16 @@ import pytest
 
 import kvkit
 from kvkit import KvkitError, Rope
-from kvkit.cache import DynamicLayer, GatedDeltaLayer, IndexedLayer, LatentLayer, StateLayer, from_config
+from kvkit.cache import (
+    CompressedLayer,
+    DynamicLayer,
+    GatedDeltaLayer,
+    IndexedLayer,
+    LatentLayer,
+    StateLayer,
+    from_config,
+)
+from kvkit.cache.layers.pooled import PooledLayer
 from kvkit.models.configuration import read_layers
 
 torch = pytest.importorskip("torch")
@@ -94,9 +103,10 @@ def test_caches_of_the_plug_in_are_those_of_the_one_reader(kind):
     for own, theirs in zip(wanted, KvkitCache(config).cache.layers, strict=True):
         # Some models expand latent rows before they store them; layers that share the choice of another
         # layer's index keys have room for such keys in the plug-in, as in transformers.
-        # The plug-in computes states of the delta rule, which a cache of a configuration stores.
+        # The plug-in computes states of the delta rule, which a cache of a configuration stores; models of
+        # DeepSeek V4 pool rows themselves.
         others = (DynamicLayer, IndexedLayer) if isinstance(own, (LatentLayer, IndexedLayer)) else ()
-        others = (GatedDeltaLayer,) if type(own) is StateLayer else others
+        others = {StateLayer: (GatedDeltaLayer,), CompressedLayer: (PooledLayer,)}.get(type(own), others)
         assert type(theirs) in (type(own), *others)
         assert getattr(theirs, "window", None) == getattr(own, "window", None)
 
