@@ -27,10 +27,10 @@ STEPS = {APPEND: "prompts", ATTEND: "token"}  # {operator: tokens that it append
 PAGE_SIZE, PAGES = 16, 8  # for each sequence
 BATCH, COPIES = 8, 64  # to measure: sequences, and copies of both texts that are their contexts
 CALLS = 50
-KINDS = {  # format/elements that share a scale: (quant_bit, quant_group)
+KINDS = {  # format: (quant_bit, quant_group)
     "float16": (0, 8),
-    "int8/8": (8, 8),
-    "int4/32": (4, 32),
+    "int8:g8": (8, 8),
+    "int4:g32": (4, 32),
 }
 
 
@@ -87,7 +87,7 @@ def main():
         f"\nThe files are in {folder}/. To try next, each a line to paste:\n"
     )
     for operator in STEPS:
-        say(f"  {command(arguments(operator, layers - 1, folder, 'int8/8'))}")
+        say(f"  {command(arguments(operator, layers - 1, folder, 'int8:g8'))}")
     say(f"  {command(['describe', APPEND])}")
     say(f"  {command(['bench', '--only', 'attention decode int8'])}")
     say(f"  {shlex.join([here(sys.executable), here(DATA.parents[1] / 'razor_attention.py')])}")
@@ -141,7 +141,7 @@ def run(data, folder, name):
 
 
 def arguments(operator, layer, folder, name):
-    source = folder / f"{name.replace('/', '-')}-{STEPS[operator]}.npz"
+    source = folder / f"{name.replace(':', '-')}-{STEPS[operator]}.npz"
     return ["run", operator, str(source), "-o", str(folder / "out.npz"), "--set", f"layer_idx={layer}"]
 
 
