@@ -32,6 +32,7 @@ first decoded into a pool of the dtype of `query` on the device. Other rows (of 
 chosen floats) are joined and decoded on the host, rounded to that dtype, and copied to the device."""
 ENCODED_ON_HOST = "Tokens are copied to the host, where rows of bytes are encoded, and back into the pool."
 ON_THE_CPU = "The CPU computes it: arrays of a device are copied to the host, the result is copied back."
+INDEX_ON_HOST = "The CPU computes it, and the result stays on the host, as index tensors should."
 STEPS_OF_STATES = """The CPU computes it with `gates`, with g or beta that are not contiguous float32, with
 states of bfloat16, and with keys of more than 512 elements."""
 ANGLES = """Products and sums equal those of the CPU bit for bit; cosines and sines too, except rare ties in
