@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
@@ -14,7 +15,8 @@ from kvkit.cache.layers.quantized import QuantizedLayer, Side
 from kvkit.cache.layers.sliding import SlidingWindowLayer, StaticSlidingWindowLayer
 from kvkit.cache.layers.state import StateLayer
 from kvkit.checks.values import integer
-from kvkit.errors import argument_error, describe
+from kvkit.errors import argument_error, brief, describe
+from kvkit.formats.mixes import Mix, mix_named
 from kvkit.typed import FilePath, Pair
 
 STATE_LAYERS = "linear_attention", "conv"  # the layer types of recurrent states
@@ -157,11 +159,16 @@ class QuantizedCache(Cache):
     Parameters
     ----------
     format : str
-        The format of codes, such as ``"int4:g32"``, ``"kivi2"`` or ``"fp8"``; see `QuantSpec`.
-    key, value, residual_length, sink
+        The format of codes, such as ``"int4:g32"``, ``"kivi2"`` or ``"fp8"``; see `QuantSpec`. Or a mix,
+        which names formats of layers: ``"int8@0,1,-1/int4:g32"`` stores layers 0, 1 and the last as int8, and
+        the others as int4; ``"K=int8@0/int4:g32,V=int4:g32"`` does so for keys only. Or the name of a file
+        that ``kvkit study -o mix.json`` wrote.
+    key, value : str or QuantSpec, optional
+        The formats, or mixes, of keys and of values, instead of `format`.
+    residual_length, sink
         As in `QuantizedLayer`.
     num_layers : int, optional
-        The number of layers; if None, each is made when it is first used.
+        The number of layers; if None, each is made when it is first used. A mix needs the number.
     read_back : bool
         True: a step attends to the codes of its own tokens, which measures the error of a format. False: it
         attends to its own tokens unquantized, so that one step over a whole prompt has no error.
@@ -198,11 +205,57 @@ class QuantizedCache(Cache):
         if not isinstance(format, str):
             hint = f" (a number of layers is num_layers={format})" if type(format) is int else ""
             raise argument_error("format", "a format such as 'int4:g32' or 'kivi4'", describe(format) + hint)
-        full = functools.partial(
-            QuantizedLayer, format, key=key, value=value, residual_length=residual_length, sink=sink,
-            read_back=read_back,
-        )  # fmt: skip
-        kind, layers = layer_makers(num_layers, layer_types, window, full)
-        full()  # raises now if an argument is wrong
+        mix = mix_named(format)
+        num_layers = mix.num_layers if num_layers is None and layer_types is None else num_layers
+        full: Callable[..., Layer] = functools.partial(
+            QuantizedLayer, residual_length=residual_length, sink=sink, read_back=read_back
+        )
+        kind, makers = layer_makers(num_layers, layer_types, window, full)
+        if mix.by_layer or any(isinstance(side, str) and mix_named(side).by_layer for side in (key, value)):
+            quantized = [each is full for each in makers] if num_layers is not None or layer_types else None
+            sides = sides_of_layers(mix, key, value, quantized)
+            makers = [
+                functools.partial(full, key=pair[0], value=pair[1]) if make is full else make
+                for make, pair in zip(makers, sides, strict=True)
+            ]
+        else:
+            full = functools.partial(full, mix.text, key=key, value=value)
+            kind, makers = layer_makers(num_layers, layer_types, window, full)
+            full()  # raises now if an argument is wrong
         self._make_layer = kind if num_layers is None else None
-        super().__init__((make() for make in layers), offload=offload, rope=rope)
+        super().__init__((make() for make in makers), offload=offload, rope=rope)
+
+    @classmethod
+    def from_file(cls, path: FilePath, **options: Any) -> Self:
+        """Make an empty cache with the formats in a file that ``kvkit study -o mix.json`` wrote.
+
+        `options` are the other arguments of the class. The file has the number of layers, unless it was made
+        from some of a model's layers.
+        """
+        return cls(os.fspath(path), **options)
+
+
+def sides_of_layers(
+    mix: Mix, key: Side, value: Side, quantized: list[bool] | None
+) -> list[tuple[Side, Side]]:
+    """Return the (formats of keys, formats of values) that a mix gives to layers, all of which it needs.
+
+    `quantized` says for each layer whether it stores codes; None if the number of layers is not known.
+    """
+    if quantized is None:
+        text = next(each for each in (key, value, mix.text) if isinstance(each, str) and "@" in each)
+        raise argument_error("num_layers", f"the number of layers, for the mix {brief(text)}", "None")
+    of_both = mix.of_layers(len(quantized)) if key is None or value is None else []
+    sides: list[list[Side]] = []
+    for i, side in enumerate((key, value)):
+        if isinstance(side, str):
+            formats: list[Side] = [pair[i] for pair in mix_named(side).of_layers(len(quantized))]
+        else:
+            formats = [pair[i] for pair in of_both] if side is None else [side] * len(quantized)
+        used = [format for format, coded in zip(formats, quantized, strict=True) if coded]
+        for number, format in enumerate(formats):
+            if format not in used:
+                wanted = f"a layer with full attention for {format}"
+                raise argument_error("format", wanted, f"layer {number}, whose tokens stay unquantized")
+        sides.append(formats)
+    return list(zip(*sides, strict=True))

@@ -6,6 +6,7 @@ scales      rules that find a group's scale
 packing     pack codes of a few bits into bytes, and parts into blocks
 coding      encode and decode with numpy
 rotations   rotate rows before they are stored, and queries and outputs to match
+mixes       parse the text that names formats of layers and sides
 schemes     resolve names of formats and of registered classes, for `study` and caches
 """
 

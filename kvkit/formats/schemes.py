@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.errors import argument_error, describe
+from kvkit.errors import argument_error, brief, describe
 from kvkit.formats import packing
 from kvkit.formats.coding import decode, encode
 from kvkit.formats.elements import FLOAT16
 from kvkit.formats.known import NAMED, Format, named
+from kvkit.formats.mixes import side_format
 from kvkit.formats.rotations import rotate, rotation_named
 from kvkit.typed import Array
 
@@ -160,6 +161,9 @@ def schemes_named(text: str, scale: Any = None) -> tuple[Any, Any]:
 
     `scale` is the scale of formats that take a number.
     """
+    if text != (key_text := side_format(text, False)):  # "K=int8:g32,V=int4:g32"
+        value_text = side_format(text, True)
+        return schemes_named(key_text, scale)[0], schemes_named(value_text, scale)[1]
     if text in REGISTERED:
         registered = REGISTERED[text]()
         return registered, registered
@@ -175,6 +179,11 @@ def schemes_named(text: str, scale: Any = None) -> tuple[Any, Any]:
 
 def formats_named(text: str) -> tuple[Format, Format]:
     """Return (format of keys, format of values), which differ for "kivi2" or "q8_0/kivi4:g8"."""
+    if "@" in text:
+        wanted = "a format of one layer (a QuantizedCache takes formats of layers)"
+        raise argument_error("format", wanted, brief(repr(text)))
+    if text != (key_text := side_format(text, False)):
+        return formats_named(key_text)[0], formats_named(side_format(text, True))[1]
     if text in FORMAT_PAIRS:
         return named(FORMAT_PAIRS[text][0]), named(FORMAT_PAIRS[text][1])
     sides = text.split("/", 1) if "/" in text else (text, text)

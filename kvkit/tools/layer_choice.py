@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,32 +12,21 @@ from kvkit import layouts
 from kvkit.errors import argument_error, brief
 from kvkit.files import Contents
 from kvkit.files.contents import BESIDE, CACHE, name_arrays, nested
+from kvkit.formats.mixes import parse_layers
 from kvkit.layouts import Layout
 from kvkit.tools.names import LAYER, SIDES
 from kvkit.tools.source import SLIDING, CacheSource, in_file, leaves, name_in_second
 
-# A number, or a range as in Python: 4, 2:, :4, 1::2
-PART = re.compile(r"(?P<begin>\d{1,6})?(?P<colon>:)?(?P<end>\d{1,6})?(?::(?P<step>\d{1,6}))?")
 
-
-def parse_layers(text: str, known: Sequence[int]) -> list[int]:
+def chosen_layers(text: str, known: Sequence[int]) -> list[int]:
     """Return the numbers among `known` that a text such as 0,2,4: or 1::2 chooses, ascending."""
-    chosen: set[int] = set()
-    for part in text.split(","):
-        found = PART.fullmatch(part.strip())
-        if found is None or not (found["begin"] or found["colon"]) or found["step"] == "0":
-            raise argument_error("layers", "numbers and ranges, as 0,2,4: or 1::2", brief(text))
-        begin, step = int(found["begin"] or 0), int(found["step"] or 1)
-        if not found["colon"]:
-            if begin not in known:
-                raise argument_error("layers", f"numbers among {brief(list(known))}", begin)
-            chosen.add(begin)
-            continue
-        end = int(found["end"]) if found["end"] else max(known, default=-1) + 1
-        chosen |= set(range(begin, end, step)) & set(known)
+    chosen = parse_layers(text, known, None)
+    for number in chosen:
+        if number not in known:
+            raise argument_error("layers", f"numbers among {brief(list(known))}", number)
     if not chosen:
         raise argument_error("layers", f"some of {brief(list(known))}", brief(text))
-    return sorted(chosen)
+    return sorted(set(chosen))
 
 
 def choose_layers(source: CacheSource, text: str) -> Contents:
@@ -48,7 +36,7 @@ def choose_layers(source: CacheSource, text: str) -> Contents:
     numbers = {name: layer_numbers(each) for name, each in source.caches.items()}
     if len(numbers) > 1 and source.layer_numbers is None:  # the second cache's layers follow
         numbers[SLIDING] = [number + len(numbers[CACHE]) for number in numbers[SLIDING]]
-    chosen = parse_layers(text, sorted(set().union(*numbers.values())))
+    chosen = chosen_layers(text, sorted(set().union(*numbers.values())))
     parts = [
         with_layers(each, [i for i in numbers[name] if i in chosen], numbers[name])
         for name, each in source.caches.items()

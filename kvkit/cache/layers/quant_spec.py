@@ -11,6 +11,7 @@ from kvkit.errors import argument_error, describe
 from kvkit.formats import rotation_named
 from kvkit.formats.elements import BY_NAME, FLOATS, STORED
 from kvkit.formats.known import ALIASES
+from kvkit.formats.mixes import side_format
 from kvkit.formats.schemes import formats_named
 
 SCHEME_OF = {"pmx": "sym", "kvkit_minimum": "asym", "kivi": "asym"}  # {`Format.rule`: the scheme of codes}
@@ -90,6 +91,8 @@ class QuantSpec:
 
         ``"q8_0"``, ``"q4_0"``: ggml's blocks of 32 elements.
 
+        ``"K=int8:g32,V=int4:g32"``: one format for keys, another one for values.
+
         ``+hadamard``, ``+hadamard:64`` (in blocks), ``+llama.cpp`` or ``+vllm`` after any of them rotates
         rows before they are stored, which spreads outliers over all channels; queries and outputs are rotated
         to match (see `kvkit.formats.rotate`). Unquantized tokens are also rotated, and rounded again.
@@ -129,6 +132,7 @@ def code_spec(text: Any, is_value: bool, scale: Any = None) -> CodeSpec:
     """Return how a layer stores keys or values in a format of the grammar of all formats."""
     if not isinstance(text, str):
         raise argument_error("format", "a format such as 'int8:g32', 'kivi4' or 'fp8'", describe(text))
+    text = side_format(text, is_value)
     name, plus, rotation = text.partition("+")
     if ALIASES.get(name, name) in map(str, FLOATS):
         raise argument_error("format", f"{WANTED}; a DynamicCache stores floats", repr(text))

@@ -92,6 +92,52 @@ class Summary:
 
 
 @dataclass(frozen=True)
+class ChosenMix:
+    """Holds the mix of formats that loses least at so many bits, or that needs the fewest for an error.
+
+    An error is the root mean square, over layers, of the relative errors of a layer's attention outputs.
+
+    Attributes
+    ----------
+    text : str
+        The mix, as `kvkit.cache.QuantizedCache` takes it. `Summary.scheme` and rows have it, too.
+    layers : tuple of (int, str, str)
+        The number of each layer, and its formats of keys and of values.
+    num_layers : int or None
+        How many layers the model has; None if the source has only some of them.
+    bits : float
+        Stored bits per number, scales included.
+    resolution : float
+        By how many bits a number the search may miss the fewest; 0 if it is exact.
+    error_assumed : float
+        The error that the search added up, on the queries that chose the mix.
+    error_chosen : float
+        The measured error on these queries.
+    error_measured : float
+        The measured error on the held-back queries, which the search did not see.
+    queries, held_back : int
+        How many queries chose the mix, and how many measured it, of each layer.
+    target : str
+        What was asked for: "4.5 bits" or "an error of 5 %".
+    uniform : tuple of (str, float, float), or None
+        The best single format within the same bits or error: its name, bits, and error as `error_measured`.
+    """
+
+    text: str
+    layers: tuple[tuple[int, str, str], ...]
+    num_layers: int | None
+    bits: float
+    resolution: float
+    error_assumed: float
+    error_chosen: float
+    error_measured: float
+    queries: int
+    held_back: int
+    target: str
+    uniform: tuple[str, float, float] | None = None
+
+
+@dataclass(frozen=True)
 class StudyRecord:
     """Holds what a study has measured.
 
@@ -112,6 +158,8 @@ class StudyRecord:
     notes : tuple of str
     threshold : float
         The largest error of a head that the advice accepts. It is arbitrary; models differ.
+    mix : ChosenMix or None
+        The mix of formats that a study with `bits` or `error` recommends.
     """
 
     source: str
@@ -124,6 +172,7 @@ class StudyRecord:
     channels: list[TableRow] = field(repr=False)
     notes: tuple[str, ...] = ()
     threshold: float = THRESHOLD
+    mix: ChosenMix | None = None
 
     @property
     def evicts(self) -> bool:
