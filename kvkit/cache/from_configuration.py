@@ -8,6 +8,7 @@ from kvkit.cache.caches import Cache
 from kvkit.cache.layers.chunked import ChunkedLayer
 from kvkit.cache.layers.compressed import EPS, CompressedLayer
 from kvkit.cache.layers.dynamic import DynamicLayer
+from kvkit.cache.layers.gated_delta import GatedDeltaLayer
 from kvkit.cache.layers.latent import IndexedLayer, LatentLayer
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.layers.shared import SharedLayer
@@ -16,7 +17,7 @@ from kvkit.cache.layers.state import StateLayer
 from kvkit.errors import KvkitError, argument_error
 from kvkit.files.model_config import read_entries
 from kvkit.models.configuration import read_layers
-from kvkit.models.description import KINDS, LayerShape
+from kvkit.models.description import KINDS, DeltaShape, LayerShape
 from kvkit.rope import NO_ROTATION, Rope
 from kvkit.typed import FilePath
 
@@ -27,7 +28,8 @@ def from_config(config: Any, *, rope: Any = None, offload: FilePath | None = Non
     """Make a growing cache with the layers of a model, by its configuration.
 
     Layers with a state beside their rows (Falcon-H1, Zamba 2) keep it in a `StateLayer` of its own; these
-    stand behind all others, in order. A layer that stores nothing, as an MLP, is a `SharedLayer`.
+    stand behind all others, in order. States of the gated delta rule (Qwen3-Next, Kimi Linear) are in a
+    `GatedDeltaLayer`, which can compute them. A layer that stores nothing, as an MLP, is a `SharedLayer`.
 
     Parameters
     ----------
@@ -73,7 +75,7 @@ def layer_of(shape: LayerShape, number: int, shapes: tuple[LayerShape, ...]) -> 
     """Make an empty layer of some shape."""
     kind = shape.kind
     if kind in ("state", "conv"):
-        return StateLayer()
+        return StateLayer() if shape.delta is None else gated_delta_layer(shape.delta)
     if kind == "chunk" and shape.window is not None:
         return ChunkedLayer(shape.window)
     if kind == "latent":
@@ -88,6 +90,12 @@ def layer_of(shape: LayerShape, number: int, shapes: tuple[LayerShape, ...]) -> 
     beside = " with index keys beside keys and values" if shape.index_dim else ""
     found = f"layer {number} of kind {kind}{beside}: {KINDS[kind]}"
     raise argument_error("config", f"layers of kinds that a cache has ({MADE})", found)
+
+
+def gated_delta_layer(shape: DeltaShape) -> GatedDeltaLayer:
+    """Make an empty layer of the gated delta rule."""
+    sizes = shape.num_heads, shape.dk, shape.dv, shape.conv_channels, shape.conv_width
+    return GatedDeltaLayer(*sizes, kind=shape.kind)
 
 
 def compressed_layers(shapes: tuple[LayerShape, ...], entries: Any) -> list[Layer]:

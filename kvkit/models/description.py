@@ -19,6 +19,33 @@ KINDS = {
 
 
 @dataclass(frozen=True)
+class DeltaShape:
+    """Describes the state of a layer of the gated delta rule, see `kvkit.cache.GatedDeltaLayer`.
+
+    Attributes
+    ----------
+    num_heads, dk, dv : int
+        Heads of values, and elements of a head of keys and of values.
+    conv_channels, conv_width : int
+        Channels and taps of the convolution of queries, keys and values.
+    kind : str
+        ``"gdn"``: a decay for each head. ``"kda"``: for each channel of keys.
+    """
+
+    num_heads: int
+    dk: int
+    dv: int
+    conv_channels: int
+    conv_width: int
+    kind: str
+
+    @property
+    def numbers(self) -> int:
+        """Return how many numbers the state of a sequence has."""
+        return self.num_heads * self.dk * self.dv + self.conv_channels * (self.conv_width - 1)
+
+
+@dataclass(frozen=True)
 class LayerShape:
     """Describes what one layer of a model keeps of a sequence.
 
@@ -40,6 +67,8 @@ class LayerShape:
         How many tokens share a compressed row. 0: there are none.
     source : int or None
         The layer whose rows a shared layer reads.
+    delta : DeltaShape or None
+        The sizes of a state of the gated delta rule; None for other states.
     """
 
     kind: str
@@ -52,6 +81,7 @@ class LayerShape:
     latent_dim: int = 0
     ratio: int = 0
     source: int | None = None
+    delta: DeltaShape | None = None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvkit.models.description import LayerShape
+from kvkit.models.description import DeltaShape, LayerShape
 from kvkit.models.words import Words, shown
 
 WINDOWED = "window", "both_window"
@@ -20,7 +20,8 @@ def layer_shape(words: Words, kind: str, layer: int, count: int, own_index: bool
     """Return what a layer of some kind keeps."""
     words = words.at(changes_of(words, kind, layer, count), f"layer {layer}")
     if kind in ("state", "conv"):
-        return LayerShape(kind, state=state_of(words, kind))
+        delta = delta_shape(words) if kind == "state" else None
+        return LayerShape(kind, state=delta.numbers if delta else state_of(words, kind), delta=delta)
     if kind == "none":
         return LayerShape("none")
     if kind in ("v4_window", "csa", "hca"):
@@ -201,12 +202,6 @@ def state_of(words: Words, kind: str) -> int:
     if kind == "conv":
         kernel = words.count("conv_L_cache", least=1)
         return convolution(kernel, words.count("hidden_size", least=1))
-    if "linear_num_value_heads" in words or "linear_num_key_heads" in words:
-        return gated_delta(words)
-    if {"linear_attn_config", "linear_num_heads", "linear_head_dim", "short_conv_kernel_size"} & set(
-        words.entries
-    ):
-        return kimi_delta(words)
     if "attn_type_list" in words or words.model_type in LIGHTNING:
         queries = words.count(*QUERIES, least=1)
         return queries * head_dim(words, "state", queries) ** 2
@@ -216,18 +211,21 @@ def state_of(words: Words, kind: str) -> int:
     return mamba(words)
 
 
-def gated_delta(words: Words) -> int:
-    """Return the numbers of a gated delta network: convolution inputs, and a matrix for each value head."""
-    dk, dv = words.count("linear_key_head_dim", least=1), words.count("linear_value_head_dim", least=1)
-    keys, values = (words.count(f"linear_num_{side}_heads", least=1) for side in ("key", "value"))
-    kernel = words.count("linear_conv_kernel_dim", least=1)
-    return convolution(kernel, 2 * keys * dk + values * dv) + values * dk * dv
-
-
-def kimi_delta(words: Words) -> int:
-    """Return the numbers of Kimi Delta Attention, whose keys and values have the same heads."""
-    part = words.part("linear_attn_config") if "linear_attn_config" in words else words
+def delta_shape(words: Words) -> DeltaShape | None:
+    """Return the state of a gated delta network or of Kimi Delta Attention; None if a model has neither."""
+    if "linear_num_value_heads" in words or "linear_num_key_heads" in words:
+        dk, dv = words.count("linear_key_head_dim", least=1), words.count("linear_value_head_dim", least=1)
+        keys, values = (words.count(f"linear_num_{side}_heads", least=1) for side in ("key", "value"))
+        if values % keys:
+            wanted = f"a multiple of {keys}, as linear_num_key_heads says"
+            raise words.error("linear_num_value_heads", wanted, values)
+        kernel = words.count("linear_conv_kernel_dim", least=1)
+        return DeltaShape(values, dk, dv, 2 * keys * dk + values * dv, kernel, "gdn")
+    names = "linear_attn_config", "linear_num_heads", "linear_head_dim", "short_conv_kernel_size"
+    if not any(name in words for name in names):
+        return None
     if "linear_attn_config" in words:
+        part = words.part("linear_attn_config")
         words.use("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim", "short_conv_kernel_size")
         heads, dim = part.count("num_heads", least=1), part.count("head_dim", least=1)
         kernel = part.count("short_conv_kernel_size", least=1)
@@ -237,7 +235,7 @@ def kimi_delta(words: Words) -> int:
         )
         dim = words.count("linear_head_dim" if "linear_head_dim" in words else "head_dim", least=1)
         kernel = words.count("linear_conv_kernel_dim", "short_conv_kernel_size", least=1)
-    return convolution(kernel, 3 * heads * dim) + heads * dim * dim
+    return DeltaShape(heads, dim, dim, 3 * heads * dim, kernel, "kda")
 
 
 def mamba(words: Words) -> int:

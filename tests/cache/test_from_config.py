@@ -8,7 +8,7 @@ import pytest
 
 import kvkit
 from kvkit import KvkitError, Rope
-from kvkit.cache import IndexedLayer, LatentLayer, from_config, load
+from kvkit.cache import GatedDeltaLayer, IndexedLayer, LatentLayer, from_config, load
 from kvkit.models.configuration import read_layers
 
 CASES = json.loads((Path(__file__).parents[1] / "models" / "sizes.json").read_text())
@@ -32,11 +32,34 @@ def test_published_models_get_their_layers(name):
     assert len(cache) == len(shapes) + beside
     for shape, layer in zip(shapes, cache.layers, strict=False):
         wanted = IndexedLayer.__name__ if shape.index_dim else NAMES[shape.kind]
+        wanted = GatedDeltaLayer.__name__ if shape.delta else wanted
         assert type(layer).__name__ == wanted
         assert layer.window == shape.window or shape.kind in ("shared", "none")
         if isinstance(layer, LatentLayer):
             assert (layer.latent_dim, layer.rope_dim) == (shape.latent_dim, shape.key_dim - shape.latent_dim)
     assert [type(layer).__name__ for layer in cache.layers[len(shapes) :]] == ["StateLayer"] * beside
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Next-80B-A3B", "Qwen3.6-27B", "Kimi-Linear-48B"])
+def test_layers_of_the_delta_rule_compute_states_of_the_size_that_is_told(name):
+    """A cache's bytes are those of `size`: states and inputs of the convolution, in float32."""
+    config, rng = CASES[name]["config"], np.random.default_rng(0)
+    numbers = sum(shape.state for shape in read_layers(config).layers)
+    layers = [layer for layer in from_config(config).layers if isinstance(layer, GatedDeltaLayer)]
+    layer = layers[0]
+    channels, inner = layer.conv_channels, (layer.num_heads, layer.dk)[: 2 if layer.kind == "kda" else 1]
+    qkv, weight = rng.standard_normal((1, 2, channels), np.float32), np.ones((channels, 4), np.float32)
+    a, b = rng.standard_normal((1, 2, *inner), np.float32), np.ones((1, 2, layer.num_heads), np.float32)
+    gates = np.zeros(layer.num_heads, np.float32), np.zeros(inner, np.float32)
+    assert layer.step(qkv, a, b, weight, gates=gates).shape == (1, 2, layer.num_heads, layer.dv)
+    assert layer.nbytes * len(layers) == 4 * numbers
+    assert layer.kind == ("kda" if name.startswith("Kimi") else "gdn")
+
+
+def test_heads_of_values_that_do_not_share_those_of_keys_are_refused():
+    config = CASES["Qwen3-Next-80B-A3B"]["config"] | {"linear_num_value_heads": 24}
+    with pytest.raises(KvkitError, match=r"^linear_num_value_heads: expected a multiple of 16, as .* got 24"):
+        from_config(config)
 
 
 def test_layers_rotate_by_their_own_base():

@@ -14,9 +14,12 @@ from typing import Any
 import torch
 
 from kvkit.cache import GatedDeltaLayer
+from kvkit.cache.from_configuration import gated_delta_layer
 from kvkit.errors import argument_error
 from kvkit.integrations.transformers.bridge import to_numpy
 from kvkit.interop import numpy_to_tensor
+from kvkit.models.sizes import delta_shape
+from kvkit.models.words import Words
 from kvkit.recurrent import causal_conv, causal_conv_update, gated_delta_rule
 
 # transformers' functions of the rule, in the modules of its models.
@@ -25,26 +28,18 @@ RULES = (
     "recurrent_kimi_delta_attention",
 )  # fmt: skip
 
-
-# {a model: (words of its config for heads of values, dk, dv and heads of keys; the kind of its decays)}
-GDN = "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads"
-SIZES = {
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), (GDN, "gdn")),
-    "kimi_linear": (("linear_num_heads", "linear_head_dim", "linear_head_dim", "linear_num_heads"), "kda"),
-}
+# Models whose rule and convolution `wrap_functions` replaces, by their modules.
+MODELS = "qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear"
 # The layer of a `KvkitCache` whose state a model has asked for, until the rule or the layer's update.
 ASKED: ContextVar[Any] = ContextVar("kvkit_asked", default=None)
 
 
 def delta_layer(config: Any) -> GatedDeltaLayer | None:
     """Return a layer for the gated delta rule of a model; None for a model with other states."""
-    name = module_of(config).rpartition(".modeling_")[2]
-    if name not in SIZES:
+    if module_of(config).rpartition(".modeling_")[2] not in MODELS:
         return None
-    words, kind = SIZES[name]
-    heads, dk, dv, key_heads = (getattr(config, word) for word in words)
-    channels = 2 * key_heads * dk + heads * dv
-    return GatedDeltaLayer(heads, dk, dv, channels, config.linear_conv_kernel_dim, kind=kind)
+    shape = delta_shape(Words(config.to_dict()))
+    return None if shape is None else gated_delta_layer(shape)
 
 
 def module_of(config: Any) -> str:
