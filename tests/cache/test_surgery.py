@@ -1,19 +1,15 @@
 """Tokens that are removed and moved: positions by a model of cells, attention by moved keys in float64."""
 
 import copy
-import itertools
 import time
 
 import numpy as np
 import pytest
-from cell_model import Cells, exact
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from cell_model import exact
 
 from kvkit import KvkitError, Rope
 from kvkit.cache import (
     Cache,
-    ChunkedLayer,
     DynamicCache,
     DynamicLayer,
     PagedCache,
@@ -249,110 +245,6 @@ def test_attention_after_a_call_is_that_under_a_mask_and_codes_stay(kind):
         np.testing.assert_allclose(moved.attend(later), whole.attend(query, ~gone[None]), atol=2e-6)
     assert moved.attend(later).shape == query.shape
     assert moved.get_seq_length() == 53
-
-
-ENDS = st.one_of(st.none(), st.integers(0, 20))
-STEPS = st.one_of(
-    st.tuples(st.just("decode"), st.integers(1, 4)),
-    st.tuples(st.just("remove"), st.integers(0, 20), ENDS),
-    st.tuples(st.just("shift"), st.integers(0, 20), ENDS, st.integers(-6, 6)),
-    st.tuples(st.just("retain"), st.integers(0, 3)),
-    st.tuples(st.just("flatten")),
-    st.tuples(st.just("divide"), st.integers(0, 20), ENDS, st.integers(2, 3)),
-    st.tuples(st.just("come back")),
-)
-KINDS = {
-    "dynamic": lambda: DynamicCache(1, rope=ROPE),
-    "static": lambda: StaticCache(256, 1, rope=ROPE),
-    "sliding": lambda: Cache([SlidingWindowLayer(6)], rope=ROPE),
-    "static sliding": lambda: Cache([StaticSlidingWindowLayer(9, 6)], rope=ROPE),
-    "chunked": lambda: Cache([ChunkedLayer(6)], rope=ROPE),
-    "quantized": lambda: Cache([QuantizedLayer(CODES, residual_length=4, sink=2)], rope=ROPE),
-    "mixed": lambda: Cache(
-        [DynamicLayer(), SlidingWindowLayer(12), QuantizedLayer(CODES, residual_length=4)], rope=ROPE
-    ),
-    "by channel": lambda: Cache([QuantizedLayer("uint8:g4:channel", residual_length=4, sink=2)], rope=ROPE),
-    "rotated": lambda: Cache([QuantizedLayer(TURNED, residual_length=4, sink=2)], rope=ROPE),
-}
-TURNED = "e4m3:g8+hadamard"
-CODES = "uint8:g4:channel/uint8:g8"
-
-
-@pytest.fixture(scope="module")
-def room(tmp_path_factory):
-    return tmp_path_factory.mktemp("caches")
-
-
-def come_back(cache, room):
-    """Return what a file gives of a cache, or the folder of a closed one."""
-    if cache.folder is None:
-        cache.save(room / "cache.npz")
-        return load(room / "cache.npz")
-    folder = cache.folder
-    cache.close(keep=True)
-    return Cache.open(folder, keep=False)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=70)
-@given(steps=st.lists(STEPS, min_size=4, max_size=12), mapped=st.booleans())
-def test_caches_are_as_the_cells_and_can_says_what_calls_do(kind, room, steps, mapped):
-    """In memory and in files: keys are those that are rotated for their places, and attention is a copy's."""
-    cache, cells = KINDS[kind](), Cells()
-    if mapped:
-        cache.offload(room / str(next(NUMBERS)), only_non_sliding=False)
-    raw = tokens(64, seed=1)
-    for name, *arguments in steps:
-        if name == "come back":
-            cache = come_back(cache, room)
-            continue
-        layer = cache.layers[0]
-        if name == "decode":
-            count = arguments[0]
-            new = raw[:, :, cells.named : cells.named + count]
-            for i in range(len(cache)):
-                cache.update(ROPE.rotate(new, np.arange(count) + cells.length), new, i)
-            cells.decode(count)
-            continue
-        if name == "retain":  # all but some of the last ones
-            places = layer.positions
-            arguments = [np.delete(places, slice(len(places) - 4, None, arguments[0] or 5))]
-        before = [(one.get_seq_length(), *map(str, (one.positions, one.rope_shifts))) for one in cache.layers]
-        refusal = cache.can(name, *arguments)
-        if refusal is not None:
-            with pytest.raises((KvkitError, RuntimeError)) as error:
-                getattr(cache, name)(*arguments)
-            assert str(error.value) == refusal
-            assert before == [
-                (one.get_seq_length(), *map(str, (one.positions, one.rope_shifts))) for one in cache.layers
-            ]
-            continue
-        getattr(cache, name)(*arguments)
-        getattr(cells, name)(*(1 << 40 if argument is None else argument for argument in arguments))
-    assert cache.get_seq_length() == cells.length
-    layer = cache.layers[0]
-    stored = layer.stored_tokens
-    kept = cells.cells[len(cells.cells) - stored :]
-    assert layer.positions.tolist() == [at for at, _, _ in kept]
-    if kind not in ("sliding", "static sliding", "chunked"):
-        assert stored == len(cells.cells)
-    if stored:
-        coded, (names, places) = kind in CODED, ([name for *_, name in kept], [at for at, _, _ in kept])
-        values = raw[:, :, names]
-        np.testing.assert_allclose(
-            layer.values[:, :, :stored], values, atol=(0.3 if kind == "rotated" else 0.02) if coded else 0
-        )
-        check_keys(layer, values, places, (0.4 if kind == "rotated" else 0.1) if coded else 1e-5)
-        new, query, again = tokens(1, seed=6), tokens(1, heads=4, seed=5), copy.deepcopy(cache)  # in memory
-        for i in range(len(cache)):  # windows of stored tokens need not be whole: a new token has its own
-            for each in cache, again:
-                each.update(new, new, i)
-            assert cache.attend(query, i).tobytes() == again.attend(query, i).tobytes()
-    cache.close()
-
-
-NUMBERS = itertools.count()
-CODED = "quantized", "by channel", "rotated"
 
 
 def check_keys(layer, raw, places, atol=1e-5):
