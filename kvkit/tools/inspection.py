@@ -15,6 +15,7 @@ from kvkit.files import Contents, Description
 from kvkit.files.members import is_extension_dtype
 from kvkit.layouts.tables import BlockTable
 from kvkit.tools.contents import Source
+from kvkit.tools.queries import MASK_NAMES, QUERY_NAMES
 from kvkit.tools.readers import open_one
 from kvkit.tools.source import CacheSource, ds_v4_as_rows
 from kvkit.tools.state_names import StateArrays, find_states, kind_of_state
@@ -22,7 +23,13 @@ from kvkit.tools.text import columns, size
 
 ARRAYS_SHOWN = 40  # the most arrays or layers in a text; to_dict() has all
 SHOWN_ELSEWHERE = "description", "dtypes", "cache", "notes", "sliding"  # metadata that is printed apart
-READ_BESIDE = "query", "softmax_scale", "lse", "token_ids"  # arrays that tools read beside a cache
+READ_BESIDE = (
+    *QUERY_NAMES,
+    *MASK_NAMES,
+    "softmax_scale",
+    "lse",
+    "token_ids",
+)  # arrays that tools read beside a cache
 COUNTED_ELEMENTS = 2**22  # elements counted at a time
 
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from kvkit import files, layouts
 from kvkit.cache import reading
-from kvkit.checks.values import positive_number
 from kvkit.errors import argument_error, describe
 from kvkit.files import llama
 from kvkit.files.contents import BESIDE, nested
@@ -19,6 +18,16 @@ from kvkit.formats.known import Format
 from kvkit.formats.rotations import Rotation, rotation_named
 from kvkit.formats.schemes import Coded, formats_named
 from kvkit.layouts.views import KV
+from kvkit.tools.names import some_names
+from kvkit.tools.queries import (
+    MASK_NAMES,
+    SCALE,
+    find_mask,
+    find_queries,
+    only_rows,
+    queries_of_tokens,
+    scale_of_scores,
+)
 from kvkit.tools.source import (
     LATENT_LINE,
     LINE,
@@ -35,7 +44,6 @@ from kvkit.tools.source import (
 LISTS, LATENT_LISTS = "b l kv | n h c", "b l | n c"  # LINE and LATENT_LINE, if sequences differ in length
 LLAMA_ROTATION = "llama.cpp"  # it rotates only heads of a multiple of 64 elements
 LATENT_VALUE = 512  # elements of a latent row that are its value, by default
-STUDIED = "query", "softmax_scale"  # arrays that are read beside keys and values
 NO_TABLES = "the file has no page tables: each block is read as a sequence"
 
 
@@ -68,6 +76,21 @@ class LayerReader:
         """Return {name: reader} of keys and values, or of latent rows."""
         return {"latent": self.key} if self.value_dim else {"keys": self.key, "values": self.value}
 
+    def only(self, mask: np.ndarray) -> LayerReader:
+        """Return a reader of the tokens for which a mask is true."""
+        if len(mask) != self.key.tokens:
+            raise argument_error("attn_mask", f"{self.key.tokens} tokens, as {self.name} has", len(mask))
+        rows, starts = np.flatnonzero(mask), np.array(self.starts)
+
+        def tokens_of(side: SideReader) -> SideReader:
+            return replace(side, read=only_rows(side.read, rows), tokens=len(rows))
+
+        queries = self.queries and queries_of_tokens(self.queries, mask, starts)
+        counts = np.append(0, np.cumsum(mask))[starts].tolist()
+        return replace(
+            self, key=tokens_of(self.key), value=tokens_of(self.value), starts=counts, queries=queries
+        )
+
 
 @dataclass(frozen=True)
 class CacheReader:
@@ -79,6 +102,15 @@ class CacheReader:
     format: str | None = None  # the format of codes; None for floats
     notes: tuple[str, ...] = ()
     numbered: bool = False  # whether names of layers have their numbers in the model
+    mask: Callable[[], np.ndarray | None] = lambda: None  # which tokens are no padding; None without a mask
+
+    def without_padding(self) -> CacheReader:
+        """Return a reader of the tokens that the file's mask keeps."""
+        mask = self.mask()
+        if mask is None:
+            return self
+        note = f"a mask hides {np.count_nonzero(~mask):,} of {len(mask):,} tokens: padding is not counted"
+        return replace(self, layer=lambda i: self.layer(i).only(mask), notes=(note, *self.notes))
 
 
 def open_cache(
@@ -149,7 +181,8 @@ def join_readers(first: CacheReader, second: CacheReader) -> CacheReader:
     names = [format for format in (first.format, second.format) if format]
     format = " and ".join(dict.fromkeys(names)) or None
     notes = dict.fromkeys((*first.notes, *second.notes))
-    return CacheReader(first.name, first.count + second.count, layer, format, tuple(notes), first.numbered)
+    count = first.count + second.count
+    return CacheReader(first.name, count, layer, format, tuple(notes), first.numbered, first.mask)
 
 
 def latent_cache(arrays: Mapping[str, Any], layers: Any) -> dict[str, Any]:
@@ -191,7 +224,12 @@ def open_saved(source: CacheSource, about: list[Any]) -> CacheReader:
     except (AttributeError, KeyError, TypeError) as error:
         wanted = "a description of every layer"
         raise argument_error(source.name, wanted, f"{type(error).__name__} ({error})") from None
-    return CacheReader(source.name, len(about), layer, format, source.contents.notes)
+    others = [name for name in source.arrays if not name.startswith("layers.")]
+    notes = *source.contents.notes, *[f"not read: {some_names(others)}"] * bool(others)
+    return CacheReader(
+        source.name, len(about), layer, format, notes,
+        mask=lambda: find_mask(source.arrays, np.array(layer(0).starts), packed=False),
+    )  # fmt: skip
 
 
 def format_of_layers(layers: Sequence[Mapping[str, Any]]) -> str | None:
@@ -244,9 +282,14 @@ def open_arrays(
     else:
         starts = np.array(source.sequence_starts or np.cumsum([0, *map(len, codes.keys[0])]))
     latent = source.layout is not None and "kv" not in layouts.parse(source.layout).names
-    queries, notes = queries_of(source, codes, starts)
+    heads = codes.keys[0].shape[-2] if codes.keys[0].ndim == 4 else 1
+    beside = find_queries(
+        source.arrays, source.layer_names, heads, codes.keys[0].shape[-1], len(codes.keys), starts
+    )
+    queries, notes = beside.layers, beside.notes
     no_queries = "none" if queries or not notes else notes[0]
-    scale = scale_of_scores(source, queries is not None) if latent else None
+    scale = scale_of_scores(source.arrays, latent and queries is not None) if queries else None
+    packed = pages is not None or source.sequence_starts is not None
 
     def side(which: str, i: int) -> SideReader:
         arrays = {part: getattr(found, which)[i] for part, found in parts.items()}
@@ -273,11 +316,14 @@ def open_arrays(
         )  # fmt: skip
 
     notes = (*notes, *notes_that_hold(source.notes, undone is not None))
-    notes = (*notes, *source.unread(STUDIED))
+    notes = (*notes, *source.unread((*beside.names, *MASK_NAMES, *[SCALE] * bool(queries))))
     if pages is None and len(codes.keys[0]) > 1 and not source.saved:
         notes = (*notes, NO_TABLES)
     format = " and ".join(dict.fromkeys(map(str, filter(None, formats or ())))) or None
-    return CacheReader(source.name, len(codes.keys), layer, format, notes, numbered)
+    return CacheReader(
+        source.name, len(codes.keys), layer, format, notes, numbered,
+        mask=lambda: find_mask(source.arrays, starts, packed),
+    )  # fmt: skip
 
 
 def formats_of_sides(text: str) -> tuple[Format | None, Format | None]:
@@ -306,33 +352,6 @@ def view_parts(source: CacheSource, name: str | None, formats: Any) -> tuple[dic
     if pages is not None and not isinstance(kv.keys[0], tuple):
         check_pages_in_pool(convention, pages, kv.keys[0].shape[0] * kv.keys[0].shape[1])
     return {"codes": kv} | (source.scale_views if formats else {}), None if convention == PACKED else pages
-
-
-def queries_of(source: CacheSource, codes: KV, starts: np.ndarray) -> tuple[Any, tuple[str, ...]]:
-    """Return (queries of the last tokens by layer and sequence, or None; notes on how they were read)."""
-    query = source.arrays.get("query")
-    line = layouts.parse(source.layout or LINE)
-    if query is None or (not source.separate and "kv" in line.names):
-        return None, ()
-    heads, dim = (1, *codes.keys[0].shape)[-2:] if codes.keys[0].ndim == 4 else (1, codes.keys[0].shape[-1])
-    layers_and_sequences = len(codes.keys), len(starts) - 1
-    fits = query.ndim == 5 and query.shape[:2] == layers_and_sequences and query.shape[4] == dim
-    if fits and not query.shape[3] % heads and 0 < query.shape[2] <= min(np.diff(starts)):
-        tokens, count = query.shape[2:4]
-        note = f"queries: the last {tokens:,} tokens, {count:,} heads"
-        if tokens < count <= min(np.diff(starts)) and not tokens % heads:
-            note += f"; if they are {count:,} tokens and {tokens:,} heads, exchange axes 2 and 3 of query"
-        return [list(layer) for layer in query], (note,)
-    return None, (f"query is not [layers, sequences, last tokens, heads, dim]: {describe(query)}",)
-
-
-def scale_of_scores(source: CacheSource, needed: bool) -> float | None:
-    """Return the factor of scores over latent rows, which no shape determines."""
-    given = source.arrays.get("softmax_scale")
-    if given is None and needed:
-        wanted = "a number with query, for latent rows (192 ** -0.5 for DeepSeek)"
-        raise argument_error("softmax_scale", wanted, "None")
-    return None if given is None else positive_number("softmax_scale", given.item())
 
 
 def encoded_parts(parts: Mapping[str, Any], line: str) -> dict[str, KV]:

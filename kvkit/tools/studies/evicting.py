@@ -95,6 +95,8 @@ def contexts_of(layer: LayerReader, judge: int | None) -> Iterator[JudgedContext
             yield JudgedContext(keys, values, end - begin, no_queries=layer.no_queries)
             continue
         queries = np.asarray(layer.queries[s], np.float32)
+        if layer.scale is not None:  # scorers divide scores by sqrt(D)
+            queries = queries * np.float32(layer.scale * np.sqrt(layer.key.dim))
         count = count_judging(len(queries), judge)
         if count >= end - begin:
             raise argument_error("judge", f"fewer than the {end - begin} tokens of a context", count)

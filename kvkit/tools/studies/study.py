@@ -14,7 +14,7 @@ import numpy as np
 
 from kvkit.errors import KvkitError, argument_error
 from kvkit.rope import Rope
-from kvkit.tools.readers import LayerReader, open_cache
+from kvkit.tools.readers import CacheReader, LayerReader, open_cache
 from kvkit.tools.studies import evicting, measures, report
 from kvkit.tools.studies.policies import make_plan
 from kvkit.tools.studies.records import THRESHOLD, WORST, StudyRecord, Summary, TableRow
@@ -72,10 +72,12 @@ def study(
     ----------
     source : path, mapping of arrays, or cache
         A file that `kvkit.tools.inspect` reads; arrays ``key`` and ``value``, [layers, tokens, heads, dim],
-        perhaps with ``query`` [layers, sequences, last tokens, query heads, dim] and ``seqstarts``; an array
-        ``latent``, [layers, tokens, dim], whose rows are keys and whose first 512 elements are values (with
-        ``query`` also ``softmax_scale``), or such rows in a layout without ``kv``; or a cache of
-        `kvkit.cache`. A quantized cache is decoded if its format is known.
+        perhaps with ``query`` (or ``queries``, ``current_query``, ``query_states``, ``q``) [layers,
+        sequences, last tokens, query heads, dim], ``softmax_scale``, ``seqstarts``, and ``attn_mask`` (or
+        ``attention_mask``) [sequences, tokens], 0 for padding, which is not counted; an array ``latent``,
+        [layers, tokens, dim], whose rows are keys and whose first 512 elements are values (with ``query``
+        also ``softmax_scale``), or such rows in a layout without ``kv``; or a cache of `kvkit.cache`. A
+        quantized cache is decoded if its format is known.
     schemes : str or sequence
         A comma-separated string or a sequence. A scheme is a name of `kvkit.formats` with its options, as in
         "int4:g32"; a format and a rotation, "int4:g32+hadamard"; "fp8" (e4m3 with a scale of 1); a class in a
@@ -135,7 +137,7 @@ def study(
     [('knorm@0.5', 66.0), ('random@0.5', 66.0), ('oracle@0.5', 66.0)]
     """
     check_threshold(threshold)
-    opened = Lazy(open_cache, source, layout, sizes, None, rotation)
+    opened = Lazy(open_without_padding, source, layout, sizes, None, rotation)
     notes: tuple[str, ...] = ()
     if schemes is None and evict is None:
         layers = [opened.value.layer(i) for i in range(opened.value.count)]
@@ -146,6 +148,11 @@ def study(
     plan = Lazy(make_plan, schemes, evict, budget, judge, rope)
     found = study_layers(opened, plan, progress, mapper)
     return replace(found, threshold=threshold, notes=(*notes, *found.notes))
+
+
+def open_without_padding(*arguments: Any) -> CacheReader:
+    """Open the layers of a cache without the tokens that its mask hides."""
+    return open_cache(*arguments).without_padding()
 
 
 def check_threshold(threshold: float) -> None:
