@@ -28,9 +28,10 @@ class FoundQueries(NamedTuple):
 
 
 def find_queries(
-    arrays: Mapping[str, Any], named: LayerNames | None, heads: int, dim: int, layers: int, starts: Array
-) -> FoundQueries:
-    """Find the queries of the last tokens of each sequence, for a cache of these sizes.
+    arrays: Mapping[str, Any], named: LayerNames | None, layers: int, starts: Array,
+    open_keys: Callable[[], Any],
+) -> FoundQueries:  # fmt: skip
+    """Find the queries of the last tokens of each sequence; `open_keys` returns a `SideReader` of keys.
 
     They are one array, a list of layers, or arrays of layers whose names are those of the keys with "query"
     for "key". A layer is [sequences, tokens, heads, dim], or [tokens, heads, dim] for one sequence or for all
@@ -46,6 +47,8 @@ def find_queries(
             given = [each.swapaxes(1, 2) if each.ndim == 4 else each for each in given]
     else:
         return FoundQueries()
+    keys = open_keys()
+    heads, dim = keys.heads, keys.dim
     found = [split_queries(each, heads, dim, starts) for each in given] if np.ndim(given[0]) > 2 else []
     if len(found) != layers or any(each is None for each in found):
         shape = describe(given if isinstance(given, np.ndarray) else given[0])

@@ -277,19 +277,9 @@ def open_arrays(
     numbers = numbers if numbered else list(range(len(codes.keys)))
     if rows is None and pages is not None:
         rows = pages.rows()  # of the pool, one sequence after another
-    if pages is not None:
-        starts = pages.starts()
-    else:
-        starts = np.array(source.sequence_starts or np.cumsum([0, *map(len, codes.keys[0])]))
+    given = source.sequence_starts if pages is None else pages.starts()
+    starts = np.array(np.cumsum([0, *map(len, codes.keys[0])]) if given is None else given)
     latent = source.layout is not None and "kv" not in layouts.parse(source.layout).names
-    heads = codes.keys[0].shape[-2] if codes.keys[0].ndim == 4 else 1
-    beside = find_queries(
-        source.arrays, source.layer_names, heads, codes.keys[0].shape[-1], len(codes.keys), starts
-    )
-    queries, notes = beside.layers, beside.notes
-    no_queries = "none" if queries or not notes else notes[0]
-    scale = scale_of_scores(source.arrays, latent and queries is not None) if queries else None
-    packed = pages is not None or source.sequence_starts is not None
 
     def side(which: str, i: int) -> SideReader:
         arrays = {part: getattr(found, which)[i] for part, found in parts.items()}
@@ -299,6 +289,12 @@ def open_arrays(
         reader = open_side(which, arrays, rows, format)
         rotated = format is not None or source.contents.kind not in llama.TITLES.values()  # llama.cpp: codes
         return undo_rotation(reader, undone, which == "values") if undone and rotated else reader
+
+    beside = find_queries(source.arrays, source.layer_names, len(codes.keys), starts, lambda: side("keys", 0))
+    queries, notes = beside.layers, beside.notes
+    no_queries = "none" if queries or not notes else notes[0]
+    scale = scale_of_scores(source.arrays, latent and queries is not None) if queries else None
+    packed = pages is not None or source.sequence_starts is not None
 
     def layer(i: int) -> LayerReader:
         key = side("keys", i)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvkit import files, tools
+from kvkit import files, formats, tools
 from kvkit.errors import KvkitError
 from kvkit.tools.queries import MASK_NAMES, QUERY_NAMES
 
@@ -150,3 +150,15 @@ def test_a_mask_that_does_not_fit_is_refused(arrays):
         assert str(caught.value).startswith(words)
     with pytest.raises(KvkitError, match=r"^attn_mask: expected none beside page tables or seqstarts"):
         tools.study(arrays | {"attn_mask": np.ones((SEQUENCES, TOKENS), bool)}, "fp8")
+
+
+def test_queries_beside_codes(arrays):
+    """Quantized keys and values are decoded, and have attention of their own."""
+    sides = [formats.encode(arrays[side].astype(np.float32), "q8_0")["codes"] for side in ("key", "value")]
+    described = files.Description("l kv | b n h c", format="q8_0")
+    cache = [[side[i].reshape(SEQUENCES, TOKENS, HEADS, -1) for side in sides] for i in range(LAYERS)]
+    coded = {f"cache.{i}.{j}": side for i, pair in enumerate(cache) for j, side in enumerate(pair)}
+    contents = files.Contents(coded | {"query": arrays["query"]}, {}, description=described)
+    [found] = tools.study(contents, "int4:g32").summary
+    [plain] = tools.study(arrays, "int4:g32").summary
+    assert found.output_error == pytest.approx(plain.output_error, rel=0.05)
