@@ -259,22 +259,16 @@ def open_arrays(
 
     `rows` are rows of a pool to read instead; where sequences are arrays of their own, all rows are read.
     """
-    cache = source.require_cache()
-    code_dtypes = {each.dtype for each in leaves(cache)} - {one.dtype for one in FLOATS}
+    code_dtypes = {each.dtype for each in leaves(source.require_cache())} - {one.dtype for one in FLOATS}
     format_name = source.format_of(code_dtypes, from_format) if code_dtypes else None
     formats = formats_of_sides(format_name) if format_name else None
     if rotation is not None and source.contents.description.rotation == "none":
         raise argument_error("rotation", "none, as the file says", rotation)
     undone = rotation_named(rotation)
-    has_tables = any(name.startswith(TABLE_PREFIXES) for name in source.arrays)
-    if formats and str(source.layout) in (LINE, LISTS) and not has_tables:  # as `convert` writes codes
-        scales = {BESIDE[name]: arrays for name, arrays in source.scales.items()}
-        parts, pages = encoded_parts({"codes": cache} | scales, str(source.layout)), None
-    else:
-        parts, pages = view_parts(source, format_name, formats)
+    parts, pages = view_parts(source, format_name, formats)
     codes, numbers = parts["codes"], source.layer_numbers or []
-    numbered = len(numbers) == len(codes.keys)
-    numbers = numbers if numbered else list(range(len(codes.keys)))
+    if not (numbered := len(numbers) == len(codes.keys)):
+        numbers = list(range(len(codes.keys)))
     if rows is None and pages is not None:
         rows = pages.rows()  # of the pool, one sequence after another
     given = source.sequence_starts if pages is None else pages.starts()
@@ -306,8 +300,9 @@ def open_arrays(
         if pages is None and not source.sequence_starts:  # layers may differ in length
             own = np.cumsum([0, *map(len, codes.keys[i])])
         own_starts = own * (key.tokens // max(own[-1], 1))  # a row of codes may have several tokens
+        own_queries = queries[i] if queries else None
         return LayerReader(
-            f"layer {numbers[i]}", key, value, own_starts.tolist(), queries and queries[i], value_dim, scale,
+            f"layer {numbers[i]}", key, value, own_starts.tolist(), own_queries, value_dim, scale,
             no_queries=no_queries,
         )  # fmt: skip
 
@@ -339,6 +334,10 @@ def undo_rotation(side: SideReader, rotation: Rotation, value: bool) -> SideRead
 
 def view_parts(source: CacheSource, name: str | None, formats: Any) -> tuple[dict[str, KV], Any]:
     """Return (views of codes and scales, pages of the block tables) for codes of the format `name`."""
+    has_tables = any(name.startswith(TABLE_PREFIXES) for name in source.arrays)
+    if formats and str(source.layout) in (LINE, LISTS) and not has_tables:  # as `convert` writes codes
+        scales = {BESIDE[name]: arrays for name, arrays in source.scales.items()}
+        return encoded_parts({"codes": source.require_cache()} | scales, str(source.layout)), None
     kv = source.require_view()
     for one in filter(None, formats or ()):
         by_token = one.rule == "given" or source.scales_inside or one.per not in ("tensor", "head", "channel")
