@@ -30,7 +30,8 @@ LENGTHS = [(0, 40), (700, 1), (9, 50), (0, 0), (31, 33)]
 def masked(rng, call, dtype, pad=0):
     """Return the call with a mask of its own for each head."""
     static = "static" in call.kind
-    mask = scenes.static_mask(rng, call, (4, call["query"].shape[1]), dtype, pad) if static else (
+    _, tokens, heads, *_ = call["query"].shape if static else (0, 0, 4)
+    mask = scenes.static_mask(rng, call, (heads, tokens), dtype, pad) if static else (
         scenes.dynamic_mask(rng, call, 4, dtype, pad)
     )  # fmt: skip
     return call.but(attn_mask=mask)
@@ -56,6 +57,15 @@ CASES = {
     "mask": lambda rng: masked(rng, dynamic(rng, BF16, LENGTHS, is_causal=False), "bfloat16"),
     "padded mask of float32": lambda rng: masked(rng, static(rng, BF16, 9, 60), np.float32, pad=3),
     "boolean mask": lambda rng: masked(rng, static(rng, BF16, 9, 140, is_causal=False), bool),
+    **{
+        f"mask of {np.dtype(dtype).name} in whole lines and a part, of groups": lambda rng, dtype=dtype: (
+            masked(rng, static(rng, BF16, 160, 13, 1, 6, 2, dim=32), dtype)
+        )
+        for dtype in (np.float32, ml_dtypes.bfloat16, bool)
+    },
+    "one row of a mask for all": lambda rng: static(rng, BF16, 100, 33, 1, 2, 2, dim=32).but(
+        attn_mask=np.broadcast_to(rng.standard_normal(133).astype(ml_dtypes.bfloat16), (33, 133))
+    ),
     "splits": lambda rng: static(rng, BF16, 1300, 12, 1, dim=32, is_causal=False),
     **{
         f"layout {layout}, mode {mode}, pages of {size}": lambda rng, layout=layout, mode=mode, size=size: (

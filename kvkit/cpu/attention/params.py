@@ -75,12 +75,13 @@ WIDE_ENGINE, SPECIAL_ENGINE = 5, 6
 # A work item, which attends to positions `first` to `end`, and the current block of its context. Row ids are
 # known for the block's `count` tokens and for those that are prefetched, `known` in all. Engines read rows
 # `key_ids`, which are 0, 1 .. if rows are widened first. `together` tiles do each step of a block.
+# `unscaled` says that the scale is multiplied where a mask is added to the scores of wide tiles.
 # `in_states` says that wide tiles sum up O in the state of their split; `ready`, that the block holds the
 # whole context of a sequence, for one narrow tile of each head: then only the head changes.
 BLOCK = Record(
     "workspace number sequence table_row seqlen kvlen query_rows",
     "rows tiles row head wide widens nan_safe together in_states ready",
-    "first begin end size count known lead value_lead uneven scored values_in_keys",
+    "first begin end size count known lead value_lead uneven scored unscaled values_in_keys",
     "key_row_ids value_row_ids key_addresses value_addresses",
     "prefetch_in_scores prefetch_in_sums prefetch_shift prefetch_twice prefetch_scales touches_pages",
     "key_ids value_ids key_row value_row wide_keys wide_values weights",

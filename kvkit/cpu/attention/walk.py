@@ -400,7 +400,7 @@ def load_block(params, block, tile, engine):
     """Load K and V of the block in the form that the engine needs; wide tiles share them."""
     if block.wide and tile.index:
         return
-    block.uneven = 0
+    block.uneven = block.unscaled = 0
     if engine.load:
         call_engine(engine.load, params, block, tile)
         if block.uneven:  # integers cannot hold the scales of values: `add_values` multiplies floats

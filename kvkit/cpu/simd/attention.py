@@ -19,7 +19,21 @@ from numba.core import cgutils
 
 from kvkit.cpu.simd import chunks, lanes
 from kvkit.cpu.simd.chunks import LINE, bytes_of, chunk_order, for_chunks
-from kvkit.cpu.simd.lanes import F32, I32, I64, LANES, RAW, StackSlots, loop, micro_kernel, read, widen, write
+from kvkit.cpu.simd.lanes import (
+    F16,
+    F32,
+    I16,
+    I32,
+    I64,
+    LANES,
+    RAW,
+    StackSlots,
+    loop,
+    micro_kernel,
+    read,
+    widen,
+    write,
+)
 from kvkit.formats.elements import BY_NAME
 
 WIDE = 32  # query rows of wide products
@@ -433,37 +447,43 @@ def transposed_vectors(rows):
     return rows
 
 
-@micro_kernel
-def add_biases(b, biases, line, rows, count, scores):
-    """Add biases [row, token] to scores [token, WIDE] of 16 `rows` or of all; 16 divides `count`.
-
-    `line` is the byte stride of the biases' rows. As in `numeric.add_bias`, -inf hides a key of any score.
-    """
-    with loop(b, count, LANES) as first, loop(b, rows, LANES) as row:
-        at = b.add(biases, b.add(b.mul(row, line), b.mul(first, I64(4))))
-        to = b.add(scores, b.add(b.mul(first, I64(4 * WIDE)), b.mul(row, I64(4))))
-        for t, bias in enumerate(transposed(b, at, line)):
-            place = b.add(to, I64(4 * WIDE * t))
-            total = read(b, place, F32, LANES) + bias
-            write(b, place, lanes.where(bias, "==", -math.inf, bias, total))
-
-
 @functools.cache
-def widen_numbers(stored):
-    """Return f(source, target, count), which widens numbers to float32."""
+def add_mask(element):
+    """Return f(mask_rows, count, rows, number, scores), which adds a mask to the scores of a wide tile."""
+    each = 4 if element == "bool" else 4 // BY_NAME[element].bytes(1)  # tokens of a word of 32 bits
+
+    def biases(word, part):
+        """Return the numbers of a mask in a part of each word; of bool, 0 or -inf."""
+        if element == "bool":
+            hidden = word.builder.icmp_unsigned("==", (word & 0xFF << 8 * part).value, word.of(0))
+            zero = word.cast("bitcast", F32).full(0.0)
+            return lanes.Lanes(word.builder, word.builder.select(hidden, zero.of(-math.inf), zero.value))
+        if element == "bfloat16":
+            word = word & 0xFFFF0000 if part else word << 16
+        if element == "float16":
+            return widen((word >> 16 * part).cast("trunc", I16).cast("bitcast", F16), element)
+        return word.cast("bitcast", F32)
 
     @micro_kernel
-    def widen_numbers(b, source, target, count):
-        size, done = BY_NAME[stored].bytes(1), I64(0)
-        for width in (LANES, 1):
-            begin, whole = done, b.mul(b.udiv(b.sub(count, done), I64(width)), I64(width))
-            with loop(b, whole, width) as i:
-                at = b.add(begin, i)
-                numbers = widen(read(b, b.add(source, b.mul(at, I64(size))), RAW[stored], width), stored)
-                write(b, b.add(target, b.mul(at, I64(4))), numbers)
-            done = b.add(begin, whole)
+    def add_mask(b, mask_rows, count, rows, number, scores):
+        """Compute S = S times the float32 at an address + mask, rounded twice; S is [token, WIDE].
 
-    return widen_numbers
+        The mask's rows, of 16 query `rows` or of all, are at the addresses `mask_rows`; they are read in
+        lines, so `count` is rounded up to whole lines of tokens. Where the mask is -inf, a score that is not
+        finite becomes NaN, and the work item runs again.
+        """
+        factor = lanes.broadcast(b, number, LANES)
+        with loop(b, rows, LANES) as row:
+            places = [lanes.row_id_at(b, mask_rows, b.add(row, I64(r))) for r in range(LANES)]
+            with loop(b, count, each * LANES) as t:
+                words = [read(b, b.add(at, b.mul(t, I64(4 // each))), I32, LANES) for at in places]
+                to = b.add(scores, b.add(b.mul(t, I64(4 * WIDE)), b.mul(row, I64(4))))
+                for k, word in enumerate(transposed_vectors(words)):
+                    for part in range(each):
+                        place, bias = b.add(to, I64(4 * WIDE * (each * k + part))), biases(word, part)
+                        write(b, place, read(b, place, F32, LANES) * factor + bias)
+
+    return add_mask
 
 
 @micro_kernel

@@ -17,6 +17,7 @@ import numpy as np
 from numba import types
 
 from kvkit.cpu import memory
+from kvkit.cpu.attention.biases import only_adds_mask
 from kvkit.cpu.attention.engines.load import (
     find_next_rows,
     load_range,
@@ -225,13 +226,13 @@ def rows_ahead(block, tile):
 
 @helper
 def scaled_in_softmax(params, tile):
-    """Return whether the softmax multiplies scores with the scale; else `scores` does, before biases."""
+    """Return whether the softmax multiplies scores with the scale; else it is multiplied before biases."""
     return not params.add_biases and get_float(tile.factor) > np.float32(0)
 
 
 @functools.cache
 def scores(in_memory, terms):
-    """Compile S = K Q^T, times the scale unless the softmax multiplies with it."""
+    """Compile S = K Q^T, times the scale unless the softmax or `add_biases` multiplies with it."""
     multiply = tile_products.scores(in_memory, terms)
 
     def scores(params_address, block_address, tile_address):
@@ -242,7 +243,8 @@ def scores(in_memory, terms):
                 key_term=term_bytes(block, params.keys), count=tile.count, dim=params.keys.padded_dim,
                 target=tile.scores, ahead=rows_ahead(block, tile), each=rows_of_step(block),
             )  # fmt: skip
-        if not scaled_in_softmax(params, tile):
+        block.unscaled = params.add_biases and only_adds_mask(params)
+        if not (block.unscaled or scaled_in_softmax(params, tile)):
             attention.scale_by(tile.scores, tile.scores, tile.count * WIDE, tile.factor)
 
     return step_code(scores, ("scores", in_memory, terms))
