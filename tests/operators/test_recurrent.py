@@ -4,6 +4,7 @@ Every rule, layout, kind of gate, form (token by token, in chunks) and size is c
 """
 
 import itertools
+import time
 
 import ml_dtypes
 import numpy as np
@@ -387,6 +388,48 @@ def test_a_decay_beyond_every_float_forgets_and_is_no_nan():
             after = state.copy()
             assert_near(kvkit.gated_delta_rule(**given, norm=True, state=after, chunk=chunk)[0], out)
             assert_near(after, expected)
+
+
+@pytest.mark.parametrize("strength", [0.01, 1, 4.9, 5.1, 20, 100, 1000])
+@pytest.mark.parametrize("some", [1, 0.05], ids=["all", "few"])
+def test_channels_that_decay_at_any_rate(strength, some):
+    """Blocks whose channels fall too far are summed pair by pair, beside blocks that are products."""
+    rng, sizes = np.random.default_rng(0), (4, 2, 2, 20, 17)
+    given, pool = tokens_of(rng, sizes, 150, True), pool_of(rng, sizes, 1, "KV")
+    falls = rng.random(given["g"].shape) < some
+    given["g"] = np.where(falls, -strength * rng.random(given["g"].shape), 0).astype(np.float32)
+    given["g"][40:90] = np.maximum(given["g"][40:90], -5)
+    expected = pool.astype(np.float64)
+    out, _ = plain.gated_delta_rule(**given, norm=True, state=expected)
+    for chunk in (1, 16, 64, 200):
+        found = pool.copy()
+        assert_near(kvkit.gated_delta_rule(**given, norm=True, state=found, chunk=chunk)[0], out)
+        assert_near(found, expected)
+
+
+def test_threads_know_subnormal_numbers_again():
+    """Kernels of states take them as 0, as strong decays make many."""
+    rng, sizes, tiny = np.random.default_rng(0), SIZES[3], np.full(32, 1e-39, np.float32)
+    state = np.full((1, 4, 128, 128), 1e-39, np.float32)
+    given = tokens_of(rng, sizes, 33) | {"state": state}
+    kvkit.gated_delta_rule(**given)
+    _, _, capsule = kvkit.gated_delta_rule(**given, return_capsule=33)
+    kvkit.gated_delta_replay(state, capsule, [33])
+    assert (tiny * np.float32(0.5)).all()
+
+
+@pytest.mark.perf
+@pytest.mark.parametrize("by_channel", [False, True], ids=["heads", "channels"])
+def test_strong_decays_cost_no_more_than_weak_ones(by_channel):
+    """Products of small decays are subnormal, with which processors compute a hundred times slower."""
+    given, times = tokens_of(np.random.default_rng(0), SIZES[3], 512, by_channel), {0.1: [], 5: []}
+    draws = np.random.default_rng(1).random(given["g"].shape, np.float32)
+    for strength in (0.1, 5) * 20:
+        given["g"] = np.float32(-strength) * draws
+        begin = time.perf_counter()
+        kvkit.gated_delta_rule(**given, norm=True)
+        times[strength].append(time.perf_counter() - begin)
+    assert min(times[5]) < 1.5 * min(times[0.1])
 
 
 def test_growing_states_run_token_by_token():

@@ -7,20 +7,29 @@ A = beta (K K') Gamma, strictly below the diagonal
 O = scale (e^c Q S + ((Q K') Gamma) D)
 S <- e^c_last S + (K e^(c_last - c))' D
 
-With a decay for each channel (KDA), e^c multiplies the columns of Q and K, and Gamma is inside the products
-over channels. A worker takes the value heads that share a key head, for all chunks of a sequence. Sums of g
-are float64, and each is kept as two float32 numbers, so that differences are exact before the exponential.
+With a decay for each channel (KDA), Gamma is inside the products over channels. A block of 16 rows has a row
+r as reference, so that both are products of matrices again:
+
+A = beta (K e^(c - c_r)) (K e^(c_r - c))', strictly below the diagonal
+P = (Q e^(c - c_r)) (K e^(c_r - c))'
+
+r is the block's middle. If a channel falls too far from there, the block's own pairs are summed one by one.
+Transposed keys of earlier blocks follow the reference, and are those of the last row at the end.
+
+A worker takes the value heads that share a key head, for all chunks of a sequence. Sums of g are kept as two
+float32 numbers, so that differences are exact before the exponential. Subnormal numbers count as 0, because
+processors compute a hundred times slower with them, and strong decays make many.
 """
 
 from numba import types
 
 from kvkit.cpu import memory
 from kvkit.cpu.launches import Launch, Record, address, kernel_code, run_workers, threads
-from kvkit.cpu.recurrent.rows import move_row, padded
-from kvkit.cpu.recurrent.tokens import common_fields, state_of, workspace
-from kvkit.cpu.simd import products
+from kvkit.cpu.recurrent.rows import load_row, move_row, padded
+from kvkit.cpu.recurrent.tokens import LINE, common_fields, state_of, workspace
+from kvkit.cpu.simd import attention, products
 from kvkit.cpu.simd import recurrent as simd
-from kvkit.cpu.simd.lanes import LANES
+from kvkit.cpu.simd.lanes import LANES, restore_float_control, subnormals_as_zero
 from kvkit.formulas.index import share
 from kvkit.runtime.jit import helper
 
@@ -28,20 +37,20 @@ PARAMS = Record(
     "workers sequences heads q_heads k_heads dk dv k_vectors v_vectors load store norm numbers",
     "q q_token q_head k k_token k_head v v_token v_head out out_token out_head",
     "g channels beta begins ends reads writes state slot_bytes head_bytes element transposed",
-    "load_state store_state chunk together k_pitch v_pitch c_pitch scratch scratch_bytes",
+    "load_state store_state load_gate chunk together k_pitch v_pitch c_pitch scratch scratch_bytes",
 )
 # Matrices in a worker's memory: [chunk, dk], [chunk, dv], [chunk, chunk]; turned is [dk, chunk].
 WORK = Record(
-    "k q turned k_decayed q_decayed k_rest high low v d product output key_gram query_gram system weights",
-    "sums beta decays rests last line zeros ones factors states sides",
+    "k q turned k_decayed q_decayed high low v d product output key_gram query_gram system weights",
+    "beta decays rests last line zeros ones factors sides limit block states",
 )
 WORK_BYTES = 512
 record, work_at, integers = memory.record(PARAMS), memory.record(WORK), memory.integers
 get_float, put_float = memory.load(types.float32), memory.store(types.float32)
-get_double, put_double = memory.load(types.float64), memory.store(types.float64)
 ZERO, ONE = types.float32(0), types.float32(1)
-ROWS, BLOCK = products.ROWS, LANES  # rows of a product in registers; of a block of channels' decays
-FORGET = types.float64(-200)  # e^-200 is 0 in float32
+ROWS = products.ROWS  # of a product in registers
+FORGET = types.float64(products.FORGET)
+FALL = types.float32(40)  # of a channel to or from a block's reference: e^80 is a float32
 product4, product1 = map(products.product, (4, 1))
 weighted4, weighted1 = (products.scaled_sum(vectors, False) for vectors in (4, 1))
 errors4, errors1 = (products.scaled_sum(vectors, True) for vectors in (4, 1))
@@ -55,8 +64,8 @@ def lay_out(work, params, begin):
     tall = params.k_vectors * LANES
     key, value, square = rows * params.k_pitch, rows * params.v_pitch, rows * params.c_pitch
     work.k, work.q, work.k_decayed, work.q_decayed = at, at + key, at + 2 * key, at + 3 * key
-    work.k_rest, work.high, work.low = at + 4 * key, at + 5 * key, at + 6 * key
-    at += 7 * key
+    work.high, work.low = at + 4 * key, at + 5 * key
+    at += 6 * key
     work.v, work.d, work.product, work.output = at, at + value, at + 2 * value, at + 3 * value
     at += 4 * value
     work.key_gram, work.query_gram, work.system, work.weights = (
@@ -76,10 +85,11 @@ def lay_out(work, params, begin):
         at + 6 * wide,
         at + 7 * wide,
     )
-    work.sums = at + 8 * wide
-    work.sides = at + 10 * wide
-    at += 11 * wide
-    work.states = at
+    work.sides, work.limit = at + 8 * wide, at + 9 * wide
+    at += 10 * wide
+    work.block = at
+    work.states = at + LANES * params.k_pitch
+    put_float(work.limit, FALL)
     for i in range(wide // 4):
         put_float(work.zeros + 4 * i, ZERO)
         put_float(work.ones + 4 * i, ONE)
@@ -119,18 +129,24 @@ def add_weighted(params, work, rows):
 
 
 @helper
-def add_errors(params, work, keys, state, rows):
-    """Write S <- diag(last) S + K' D, for rows K of keys."""
-    pitch, step_of_keys, j = params.v_pitch, params.k_pitch, 0
+def add_errors(params, work, state, rows):
+    """Write S <- diag(last) S + K' D, with K' itself where each channel decays."""
+    pitch, j, turned = params.v_pitch, 0, params.channels > 1
+    step_of_keys = params.c_pitch if turned else params.k_pitch
     while j < params.v_vectors:
         at, left = 4 * LANES * j, params.v_vectors - j
         step = 4 if left >= 4 else 1
         for i in range(0, params.k_vectors * LANES, ROWS):
-            to, a, factors = state + i * pitch + at, keys + 4 * i, work.last + 4 * i
-            if step == 4:
-                errors4(to, pitch, a, step_of_keys, work.d + at, pitch, rows, factors=factors)
+            to, factors, errors = state + i * pitch + at, work.last + 4 * i, work.d + at
+            a = work.turned + i * step_of_keys if turned else work.k + 4 * i
+            if turned and step == 4:
+                weighted4(to, pitch, a, step_of_keys, errors, pitch, rows, factors=factors)
+            elif turned:
+                weighted1(to, pitch, a, step_of_keys, errors, pitch, rows, factors=factors)
+            elif step == 4:
+                errors4(to, pitch, a, step_of_keys, errors, pitch, rows, factors=factors)
             else:
-                errors1(to, pitch, a, step_of_keys, work.d + at, pitch, rows, factors=factors)
+                errors1(to, pitch, a, step_of_keys, errors, pitch, rows, factors=factors)
         j += step
 
 
@@ -174,10 +190,11 @@ def load_keys(params, work, token, head, count, rows):
 
 @helper
 def turn(source, pitch, rows, columns, target, target_pitch):
-    """Write the transpose of a matrix."""
-    for i in range(rows):
-        for j in range(columns):
-            put_float(target + j * target_pitch + 4 * i, get_float(source + i * pitch + 4 * j))
+    """Write the transpose of a matrix, whose sizes are multiples of 16."""
+    for i in range(0, rows, LANES):
+        for j in range(0, columns, LANES):
+            place, to = source + i * pitch + 4 * j, target + j * target_pitch + 4 * i
+            attention.transpose(place, pitch, to, target_pitch)
 
 
 @helper
@@ -255,40 +272,41 @@ def decay_heads(params, work, token, head, count, rows):
 @helper
 def sum_channels(params, work, token, head, count, rows):
     """Write the sums of g of all channels, [rows, dk] in two parts."""
-    size, wide = params.dk, params.k_vectors * LANES
-    for c in range(wide):
-        put_double(work.sums + 8 * c, types.float64(0))
-    for i in range(rows):
-        place = params.g + 4 * ((token + i) * params.heads + head) * size
-        for c in range(wide):
-            total = get_double(work.sums + 8 * c)
-            if i < count and c < size:
-                total += cut_off(get_float(place + 4 * c))
-            put_double(work.sums + 8 * c, total)
-            put_sum(work, i * params.k_pitch + 4 * c, total)
+    step, pitch = 4 * params.heads * params.dk, params.k_pitch
+    place = params.g + token * step + 4 * head * params.dk
+    load_rows(params.load_gate, place, step, (count, rows), params.dk, work.k_decayed, pitch)
+    products.running_sums(work.k_decayed, work.high, work.low, pitch, rows, params.k_vectors)
 
 
 @helper
-def decay_block(params, work, first, rows):
-    """Write A and P of the rows of a block, for a g of each channel, before beta and the diagonal's zeros.
+def move_reference(params, work, old, new, columns):
+    """Let transposed keys of `columns` rows, decayed to the row `old`, be decayed to a later row."""
+    high, low, pitch = work.high, work.low, params.k_pitch
+    old, new = old * pitch, new * pitch
+    products.decayed(work.ones, high + new, low + new, high + old, low + old, work.line, params.k_vectors)
+    for c in range(params.k_vectors * LANES if columns else 0):
+        place = work.turned + c * params.c_pitch
+        simd.multiply_by_number(place, work.line + 4 * c, place, columns // LANES)
 
-    Columns before the block are products of rows decayed since its begin, where both exponents are at most 0.
-    """
-    pitch, vectors = params.k_pitch, params.k_vectors
-    high, low = work.high + first * pitch, work.low + first * pitch
+
+@helper
+def turn_block(params, work, first, reference):
+    """Write the transposed keys of a block, decayed to a row: K e^(c_r - c)."""
+    pitch, r = params.k_pitch, reference * params.k_pitch
+    high, low = work.high, work.low
     for i in range(LANES):
-        at = i * pitch
-        row = (first + i) * pitch
-        products.decayed(work.k + row, high + at, low + at, high, low, work.k_decayed + at, vectors)
-        products.decayed(work.q + row, high + at, low + at, high, low, work.q_decayed + at, vectors)
-    for j in range(first):
-        at = j * pitch
-        products.decayed(work.k + at, high, low, work.high + at, work.low + at, work.k_rest + at, vectors)
-    turn(work.k_rest, pitch, first, vectors * LANES, work.turned, params.c_pitch)
-    if first:
-        size, square, to = (LANES, first // LANES, vectors * LANES), params.c_pitch, first * params.c_pitch
-        multiply(work.system + to, square, work.k_decayed, pitch, work.turned, square, size)
-        multiply(work.weights + to, square, work.q_decayed, pitch, work.turned, square, size)
+        at = (first + i) * pitch
+        products.decayed(
+            work.k + at, high + r, low + r, high + at, low + at, work.block + i * pitch, params.k_vectors
+        )
+    columns = params.k_vectors * LANES
+    turn(work.block, pitch, LANES, columns, work.turned + 4 * first, params.c_pitch)
+
+
+@helper
+def sum_pairs(params, work, first):
+    """Write A and P of a block's own rows, whose channels fall so far that factors would overflow."""
+    pitch = params.k_pitch
     for i in range(LANES):
         row = (first + i) * pitch
         for j in range(i + 1):
@@ -296,26 +314,61 @@ def decay_block(params, work, first, rows):
             products.pair_sums(
                 work.q + row, work.k + row, work.k + other, work.high + row, low=work.low + row,
                 other_high=work.high + other, other_low=work.low + other, key_target=work.system + cell,
-                query_target=work.weights + cell, count=vectors,
+                query_target=work.weights + cell, count=params.k_vectors,
             )  # fmt: skip
 
 
 @helper
+def decay_block(params, work, first, old):
+    """Write A and P of the rows of a block, before beta and the diagonal's zeros, and e^c K and e^c Q.
+
+    Transposed keys of earlier rows are decayed to the row `old`; return the row to which they are now.
+    """
+    pitch, vectors, high, low = params.k_pitch, params.k_vectors, work.high, work.low
+    middle, last = first + LANES // 2, first + LANES - 1
+    falls = high + first * pitch, high + middle * pitch, high + last * pitch
+    products.count_beyond(*falls, work.limit, work.factors, vectors)
+    near = get_float(work.factors) == ZERO
+    reference = middle if near else first
+    move_reference(params, work, old, reference, first)
+    r, block = reference * pitch, first * pitch
+    for at in range(block, block + LANES * pitch, pitch):
+        products.decayed_pair(
+            work.k + at, work.q + at, high + at, low + at, other_high=high + r, other_low=low + r,
+            x_target=work.k_decayed + at, y_target=work.q_decayed + at, count=vectors,
+        )  # fmt: skip
+    if near:
+        turn_block(params, work, first, reference)
+    known = first // LANES + (1 if near else 0)
+    if known:
+        size, square, to = (LANES, known, vectors * LANES), params.c_pitch, first * params.c_pitch
+        multiply(work.system + to, square, work.k_decayed + block, pitch, work.turned, square, size)
+        multiply(work.weights + to, square, work.q_decayed + block, pitch, work.turned, square, size)
+    products.decayed(work.ones, high + r, low + r, work.zeros, work.zeros, work.line, vectors)
+    for at in range(block, block + LANES * pitch, pitch):
+        simd.multiply_by_vector(work.k_decayed + at, work.line, work.k_decayed + at, vectors)
+        simd.multiply_by_vector(work.q_decayed + at, work.line, work.q_decayed + at, vectors)
+    if near:
+        return reference
+    sum_pairs(params, work, first)
+    move_reference(params, work, first, last, first)
+    turn_block(params, work, first, last)
+    return last
+
+
+@helper
 def decay_channels(params, work, token, head, count, rows):
-    """Write A, P and decayed rows of Q and K, for a g of each channel."""
-    pitch, vectors = params.k_pitch, params.k_vectors
+    """Write A, P, e^c K, e^c Q and the transposed K e^(c_last - c), for a g of each channel."""
+    pitch, vectors, reference = params.k_pitch, params.k_vectors, 0
     sum_channels(params, work, token, head, count, rows)
-    for first in range(0, rows, BLOCK):
-        decay_block(params, work, first, rows)
-    end = (rows - 1) * pitch
+    for first in range(0, rows, LANES):
+        reference = decay_block(params, work, first, reference)
+    move_reference(params, work, reference, rows - 1, rows)
     for i in range(rows):
-        at, cell = i * pitch, i * params.c_pitch
-        high, low = work.high + at, work.low + at
-        products.decayed(work.k + at, high, low, work.zeros, work.zeros, work.k_decayed + at, vectors)
-        products.decayed(work.q + at, high, low, work.zeros, work.zeros, work.q_decayed + at, vectors)
-        products.decayed(work.k + at, work.high + end, work.low + end, high, low, work.k_rest + at, vectors)
+        cell = i * params.c_pitch
         products.triangle_rows(i, work.beta + 4 * i, work.system + cell, work.weights + cell, i // LANES + 1)
         put_float(work.decays + 4 * i, ONE)
+    end = (rows - 1) * pitch
     products.decayed(work.ones, work.high + end, work.low + end, work.zeros, work.zeros, work.last, vectors)
 
 
@@ -349,14 +402,10 @@ def find_errors(params, work, token, head, state, count, rows):
 @helper
 def update_state(params, work, state, rows):
     """Write S <- e^c_last S + (K e^(c_last - c))' D."""
-    keys = work.k
-    if params.channels > 1:
-        keys = work.k_rest
-    else:
-        for i in range(rows):
-            place = work.d + i * params.v_pitch
-            simd.multiply_by_number(place, work.rests + 4 * i, place, params.v_vectors)
-    add_errors(params, work, keys, state, rows)
+    for i in range(rows if params.channels == 1 else 0):
+        place = work.d + i * params.v_pitch
+        simd.multiply_by_number(place, work.rests + 4 * i, place, params.v_vectors)
+    add_errors(params, work, state, rows)
 
 
 @helper
@@ -449,7 +498,8 @@ def run_chunks(worker, params_at):
     """Run all heads of all sequences."""
     params = record(params_at)
     begin = params.scratch + worker * params.scratch_bytes
-    work = work_at(begin)
+    subnormals_as_zero(begin)
+    work = work_at(begin + LINE)
     lay_out(work, params, begin)
     groups = params.heads // params.together
     items = params.sequences * groups
@@ -459,6 +509,7 @@ def run_chunks(worker, params_at):
             clear_sequence(params, work, sequence, first)
         elif integers(params.begins)[sequence] < integers(params.ends)[sequence]:
             run_sequence(params, work, sequence, first)
+    restore_float_control(begin)
 
 
 def prepare_chunks(call, out, chunk):
@@ -473,11 +524,11 @@ def prepare_chunks(call, out, chunk):
     # Rows are a vector longer than they need, as rows 512 bytes apart would share few lines of the L1 cache.
     k_pitch, v_pitch = (4 * LANES * (fields[name] + 1) for name in ("k_vectors", "v_vectors"))
     c_pitch, tall = 4 * (rows + LANES), fields["k_vectors"] * LANES
-    room = WORK_BYTES + rows * (7 * k_pitch + 4 * v_pitch + 4 * c_pitch) + tall * c_pitch
-    room += 12 * max(k_pitch, v_pitch, c_pitch) + together * tall * v_pitch
+    room = WORK_BYTES + (LANES + 6 * rows) * k_pitch + 4 * rows * (v_pitch + c_pitch) + tall * c_pitch
+    room += 11 * max(k_pitch, v_pitch, c_pitch) + together * tall * v_pitch
     room = -(-room // 4096) * 4096
     params = PARAMS.filled(fields | {
-        "workers": workers, "chunk": rows, "together": together,
+        "load_gate": load_row("float32").address, "workers": workers, "chunk": rows, "together": together,
         "k_pitch": k_pitch, "v_pitch": v_pitch, "c_pitch": c_pitch, "scratch": 0, "scratch_bytes": room,
     })  # fmt: skip
     kernel = kernel_code(run_chunks)

@@ -4,6 +4,7 @@ from kvkit.cpu.launches import Launch, address, kernel_code, run_workers, thread
 from kvkit.cpu.recurrent.rows import load_row, load_state, padded, store_row, store_state
 from kvkit.cpu.recurrent.tokens import (
     GROUP,
+    LINE,
     PARAMS,
     SMALL_WORK,
     get_float,
@@ -18,7 +19,7 @@ from kvkit.cpu.recurrent.tokens import (
     workspace,
 )
 from kvkit.cpu.simd import recurrent as simd
-from kvkit.cpu.simd.lanes import LANES
+from kvkit.cpu.simd.lanes import LANES, restore_float_control, subnormals_as_zero
 from kvkit.formats.elements import FLOAT32
 from kvkit.formulas.index import share
 from kvkit.runtime.jit import helper
@@ -58,7 +59,8 @@ def run_replay(worker, params_at):
     """Move all states on."""
     params = record(params_at)
     begin = params.scratch + worker * params.scratch_bytes
-    work = work_at(begin)
+    subnormals_as_zero(begin)
+    work = work_at(begin + LINE)
     lay_out(work, begin, 4 * LANES * (params.k_vectors + 1), 4 * LANES * (params.v_vectors + 1))
     for i in range((params.k_vectors + 1) * LANES):  # the padding stays 0
         put_float(work.decay + 4 * i, get_float(params.numbers))
@@ -77,6 +79,7 @@ def run_replay(worker, params_at):
             store_state(params.store_state, work.state, state, params.element, (high, wide, False))
         else:
             replay_item(params, work, item, state)
+    restore_float_control(begin)
 
 
 def prepare_replay(call):

@@ -12,7 +12,7 @@ from kvkit.cpu import memory
 from kvkit.cpu.launches import Launch, Record, Workspace, address, kernel_code, run_workers, threads
 from kvkit.cpu.recurrent.rows import load_row, load_state, move_row, padded, store_row, store_state
 from kvkit.cpu.simd import recurrent as simd
-from kvkit.cpu.simd.lanes import LANES
+from kvkit.cpu.simd.lanes import LANES, restore_float_control, subnormals_as_zero
 from kvkit.formats.elements import BY_DTYPE, FLOAT32
 from kvkit.formulas.index import share
 from kvkit.runtime.jit import helper
@@ -26,7 +26,7 @@ PARAMS = Record(
 )
 # Addresses in a worker's memory; a vector for each but `state`, and numbers: beta, erase, scale, k . q.
 WORK = Record("k q v k_decayed q_decayed decay sk sq delta output gate gates factors state")
-WORK_BYTES = 256
+WORK_BYTES = 256  # with a line before them, for the control word of float arithmetic
 record, work_at, integers = memory.record(PARAMS), memory.record(WORK), memory.integers
 get_float, put_float = memory.load(types.float32), memory.store(types.float32)
 ONE, ZERO = types.float32(1), types.float32(0)
@@ -240,7 +240,8 @@ def run_tokens(worker, params_at):
     """Run all heads of all sequences."""
     params = record(params_at)
     begin = params.scratch + worker * params.scratch_bytes
-    work = work_at(begin)
+    subnormals_as_zero(begin)
+    work = work_at(begin + LINE)
     lay_out(work, begin, 4 * LANES * (params.k_vectors + 1), 4 * LANES * (params.v_vectors + 1))
     items = params.sequences * params.heads
     last = share(items, worker + 1, params.workers)
@@ -266,6 +267,7 @@ def run_tokens(worker, params_at):
                 store_state(params.store_state, work.state, state, params.element, (high, wide, False))
         else:
             run_item(params, work, item, state, ahead if ahead else state)
+    restore_float_control(begin)
 
 
 workspace = Workspace()

@@ -27,6 +27,7 @@ from kvkit.formats.elements import BY_NAME, FLOAT16, FLOAT32
 LANES = 16  # float32 lanes of a vector
 F32, F16 = ir.FloatType(), ir.HalfType()
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+SUBNORMALS_AS_ZERO = 0x8040  # bits of x86's control word: of results and of operands
 BITS = {F32: 32, F16: 16, I8: 8, I16: 16, I32: 32, I64: 64}
 FLOAT_TYPES = {FLOAT32: F32, FLOAT16: F16}
 # The LLVM type of each element as it lies in memory.
@@ -448,3 +449,31 @@ def micro_kernel(build):
         return types.void(*[types.int64] * arguments), codegen
 
     return typer
+
+
+@micro_kernel
+def subnormals_as_zero(b, saved):
+    """Take subnormal numbers as 0 in this thread on x86, which computes a hundred times slower with them.
+
+    The control word before it is saved at an address.
+    """
+    control_word(b, "st", saved)
+    word = b.load(b.inttoptr(saved, I32.as_pointer()))
+    changed = b.add(saved, I64(4))
+    b.store(b.or_(word, I32(SUBNORMALS_AS_ZERO)), b.inttoptr(changed, I32.as_pointer()))
+    control_word(b, "ld", changed)
+
+
+@micro_kernel
+def restore_float_control(b, saved):
+    """Restore the control word of float arithmetic that `subnormals_as_zero` has saved."""
+    control_word(b, "ld", saved)
+
+
+def control_word(b, verb, address):
+    """Store or load the control word of float arithmetic on x86."""
+    if not b.module.triple.startswith("x86"):
+        return
+    pointer = b.inttoptr(address, I8.as_pointer())
+    signature = ir.FunctionType(ir.VoidType(), [pointer.type])
+    b.call(cgutils.get_or_insert_function(b.module, signature, f"llvm.x86.sse.{verb}mxcsr"), [pointer])

@@ -22,6 +22,7 @@ from kvkit.cpu.simd.lanes import (
 from kvkit.cpu.simd.recurrent import BYTES, at, floats, offset, put, total
 
 ROWS = 4  # rows of a product in registers
+FORGET = -200.0  # e^-200 is 0 in float32
 
 
 def rows_of(b, address, pitch):
@@ -102,10 +103,9 @@ def solution(vectors):
     return solution
 
 
-def exact_difference(b, high, low, other_high, other_low):
-    """Return the difference of two sums of logarithms, each in two float32 parts, at most 0."""
-    difference = (high - other_high) + (low - other_low)
-    return where(difference, ">", 0.0, 0.0, difference)
+def decay_between(high, low, other_high, other_low):
+    """Return e^(c - c') of two sums of logarithms, each in two float32 parts."""
+    return exp((high - other_high) + (low - other_low))
 
 
 @micro_kernel
@@ -122,7 +122,7 @@ def decay_rows(b, row, sums, low, beta, keys, queries, system, weights, count):
         column = fill(b, b.sitofp(b.mul(j, I64(LANES)), F32), LANES)
         column = column + [float(lane) for lane in range(LANES)]
         high_j, low_j = (floats(b, offset(b, x, j, BYTES)) for x in (sums, low))
-        gamma = exp(exact_difference(b, high_i, low_i, high_j, low_j))
+        gamma = decay_between(high_i, low_i, high_j, low_j)
         key, query = (floats(b, offset(b, x, j, BYTES)) * gamma for x in (keys, queries))
         write(b, offset(b, system, j, BYTES), where(column, ">=", number, 0.0, key * gate))
         write(b, offset(b, weights, j, BYTES), where(column, ">", number, 0.0, query))
@@ -145,7 +145,51 @@ def decayed(b, x, high, low, other_high, other_low, target, count):
     """Write x e^(c - c') of `count` vectors, for two rows of sums of logarithms in two parts."""
     with loop(b, count) as i:
         y, *sums = (floats(b, offset(b, each, i, BYTES)) for each in (x, high, low, other_high, other_low))
-        write(b, offset(b, target, i, BYTES), y * exp(exact_difference(b, *sums)))
+        write(b, offset(b, target, i, BYTES), y * decay_between(*sums))
+
+
+@micro_kernel
+def decayed_pair(b, x, y, high, low, other_high, other_low, x_target, y_target, count):
+    """Write x e^(c - c') and y e^(c - c') of `count` vectors."""
+    with loop(b, count) as i:
+        first, second, *sums = (
+            floats(b, offset(b, each, i, BYTES)) for each in (x, y, high, low, other_high, other_low)
+        )
+        factor = decay_between(*sums)
+        write(b, offset(b, x_target, i, BYTES), first * factor)
+        write(b, offset(b, y_target, i, BYTES), second * factor)
+
+
+@micro_kernel
+def running_sums(b, g, high, low, pitch, rows, count):
+    """Write the sums of rows 0 to i of g, [rows, count vectors], each in two float32 parts.
+
+    g is cut off at `FORGET`; NaN stays NaN.
+    """
+    with loop(b, count) as j:
+        slots, column = StackSlots(b, zeros(b, LANES, 2)), b.mul(j, I64(BYTES))
+        with loop(b, rows) as i:
+            here = b.add(column, b.mul(i, pitch))
+            x = floats(b, b.add(g, here))
+            x = where(x, "<", FORGET, FORGET, x)
+            before = slots[0]
+            after = before + x
+            added = after - before
+            slots[0] = after
+            slots[1] = slots[1] + ((before - (after - added)) + (x - added))  # what the sum has lost
+            write(b, b.add(high, here), after)
+            write(b, b.add(low, here), slots[1])
+
+
+@micro_kernel
+def count_beyond(b, first, middle, last, limit, target, count):
+    """Write how many channels fall by more than a limit from c to c', or from c' to c''; NaN counts."""
+    most, sums = broadcast(b, limit, LANES), StackSlots(b, zeros(b, LANES))
+    with loop(b, count) as i:
+        x, y, z = (floats(b, offset(b, each, i, BYTES)) for each in (first, middle, last))
+        for fall in (x - y, y - z):
+            sums[0] = sums[0] + where(fall, "<=", most, 0.0, fall.full(1.0))
+    put(b, target, total(sums[0]))
 
 
 @micro_kernel
@@ -155,7 +199,7 @@ def pair_sums(b, query, key, other, high, low, other_high, other_low, key_target
     with loop(b, count) as i:
         rows = query, key, other, high, low, other_high, other_low
         q, k, y, *sums = (floats(b, offset(b, each, i, BYTES)) for each in rows)
-        y = y * exp(exact_difference(b, *sums))
+        y = y * decay_between(*sums)
         slots[0], slots[1] = k.fma(y, slots[0]), q.fma(y, slots[1])
     put(b, key_target, total(slots[0]))
     put(b, query_target, total(slots[1]))
