@@ -11,10 +11,27 @@ from kvkit.files.paths import check_source
 from kvkit.tools.contents import by_patterns
 from kvkit.tools.model_facts import with_model
 from kvkit.tools.studies import plots, report
-from kvkit.tools.studies.schemes import DEFAULT
+from kvkit.tools.studies.schemes import DEFAULT, MIXED
 from kvkit.tools.studies.study import check_threshold
 from kvkit_cli import clusters, complete, show, tool
 from kvkit_cli.edit import parse_rope
+
+
+class Share(click.ParamType):
+    """Parse a share such as 5% or 0.05."""
+
+    name = "share"
+
+    def convert(self, value, param, ctx):
+        """Return the share as a number."""
+        number, percent, rest = str(value).partition("%")
+        try:
+            share = float(number) / (100 if percent else 1)
+        except ValueError:
+            share = 1.0
+        if rest or not 0 < share < 1:
+            raise argument_error("--error", "a share below 1, as 5% or 0.05", brief(value))
+        return share
 
 
 @click.command(cls=tool.ToolVerb, words=dict.fromkeys(("format", "scheme", "rotation"), "--schemes"))
@@ -42,8 +59,18 @@ from kvkit_cli.edit import parse_rope
 )
 @click.option("--rope", metavar="CONFIG|NAME=N,...", help="The rotary embedding of keys, as in kvkit edit.")
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="Folder for report.html, Markdown, JSON, plots."
-)
+    "--bits", type=float, metavar="N",
+    help="Find the formats of layers, keys and values that lose least at so many bits a number.",
+)  # fmt: skip
+@click.option(
+    "--error", type=Share(), metavar="N%",
+    help="Find those with the fewest bits, for at most this error of attention's outputs.",
+)  # fmt: skip
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path),
+    help="Folder for report.html, Markdown, JSON, plots. With --bits or --error also mix.json, which a "
+    "QuantizedCache takes; FILE.json is that file alone.",
+)  # fmt: skip
 @click.option(
     "--threshold", type=float, default=0.1, show_default=True,
     help="Advise the smallest scheme whose error is below this in every head. The number is arbitrary.",
@@ -56,8 +83,8 @@ from kvkit_cli.edit import parse_rope
 @tool.json_option
 @click.pass_context
 def study(
-    ctx, source, model, text, tokens, schemes, evict, budget, judge, rope, output, threshold, rotation,
-    layout, keys, values, fused, sizes, dask, as_json,
+    ctx, source, model, text, tokens, schemes, evict, budget, judge, rope, bits, error, output, threshold,
+    rotation, layout, keys, values, fused, sizes, dask, as_json,
 ):  # fmt: skip
     """Measure what quantization and eviction cost a cache, head by head.
 
@@ -70,20 +97,27 @@ def study(
     perhaps a scheme: snapkv(window=32)@0.25+int4:g32. Errors are those of the last queries, which scorers do
     not see. The scorers random and oracle (which sees them) are added.
 
+    --bits and --error find the best mix of formats, which may differ by layer, and between keys and values:
+    "K=int8:g32@0,1/int4:g32,V=int4:g32". The queries that judge are held back from the search.
+
     \b
     Examples:
       kvkit study cache.safetensors -o report
       kvkit study pool.npy --layout "b n h (kv c)" --sizes c=64 --schemes "fp8,int4:g32"
       kvkit study chat.npz --evict "snapkv@0.5,int4:g32,snapkv@0.5+int4:g32" -o report
+      kvkit study chat.npz --bits 4.5 -o mix.json
       kvkit study chat.npz --evict "none,keydiff@0.5,knorm@0.5" --schemes "float16,int4:g32" --budget ada
       kvkit study --model HuggingFaceTB/SmolLM2-135M --text book.txt -o report
     """
-    if output:
+    only_mix = output is not None and output.suffix == ".json"
+    if only_mix and bits is error is None:
+        raise argument_error("--output", "a folder, or --bits or --error for a mix", brief(output))
+    if output and not only_mix:
         report.check_folder(output)
         if lacking := plots.missing():
             click.echo(f"kvkit: {lacking}", err=True)
     check_threshold(threshold)
-    policies = {"evict": evict, "budget": budget, "judge": judge}
+    policies = {"evict": evict, "budget": budget, "judge": judge, "bits": bits, "error": error}
     if source is not None:
         source = with_model(by_patterns(source, keys, values, fused), model)
     elif model is None:
@@ -99,14 +133,14 @@ def study(
         if text is None or dask or layout or sizes or rope or rotation:
             wanted = "--text, and no --layout, --sizes, --dask, --rope, --rotation"
             raise argument_error("--model", wanted, "other options")
-        schemes = DEFAULT if schemes is None and evict is None else schemes
+        schemes = (DEFAULT if bits is error is None else MIXED) if schemes is evict is None else schemes
         found = replace(study_model(model, text, tokens, schemes, policies), threshold=threshold)
     if as_json:
         show.as_json(found.to_dict())
     else:
         show.text(ctx.command.in_shell(str(found)))
     if output:
-        for path in found.save(output):
+        for path in [found.save_mix(output)] if only_mix else found.save(output):
             click.echo(path, err=True)
 
 

@@ -48,12 +48,15 @@ def join_mixes(parts: Iterable[str]) -> list[str]:
 
 
 def side_format(text: str, is_value: bool) -> str:
-    """Return the format of keys, or of values, that a text for both names."""
+    """Return the format of keys, or of values, that a text for both names: "K=int8,V=fp8" or "q8_0/q4_0"."""
     found = SIDES.fullmatch(text)
     if found is None:
         if SIDE.match(text):
             raise argument_error("format", SIDES_FORM, brief(repr(text)))
-        return text
+        formats, plus, rotation = text.partition("+")
+        if "/" not in formats or "@" in text:
+            return text
+        return f"{formats.split('/', 1)[is_value]}{plus}{rotation}"
     side = found["value" if is_value else "key"].strip()
     if SIDE.search(side) or ("/" in side and "@" not in side):
         raise argument_error("format", f"one format, or a mix, of {SIDES_FORM}", brief(repr(text)))
@@ -69,13 +72,13 @@ class Mix:
 
     def of_layers(self, num_layers: int) -> list[tuple[str, str]]:
         """Return (format of keys, format of values) of each layer."""
-        if self.num_layers not in (None, num_layers):
-            found = f"{num_layers} for {brief(self.text)}"
-            raise argument_error("num_layers", f"{self.num_layers}, as of the file of the mix", found)
         return self.of_numbers(range(num_layers), num_layers)
 
     def of_numbers(self, numbers: Sequence[int], num_layers: int | None = None) -> list[tuple[str, str]]:
         """Return the formats of some layers. Without `num_layers`, no number counts from the end."""
+        if num_layers is not None and self.num_layers not in (None, num_layers):
+            wanted = f"{self.num_layers}, as in the file of {brief(self.text)}"
+            raise argument_error("num_layers", wanted, num_layers)
         keys, values = (self._of_side(is_value, numbers, num_layers) for is_value in (False, True))
         return list(zip(keys, values, strict=True))
 

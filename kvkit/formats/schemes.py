@@ -161,9 +161,9 @@ def schemes_named(text: str, scale: Any = None) -> tuple[Any, Any]:
 
     `scale` is the scale of formats that take a number.
     """
-    if text != (key_text := side_format(text, False)):  # "K=int8:g32,V=int4:g32"
-        value_text = side_format(text, True)
-        return schemes_named(key_text, scale)[0], schemes_named(value_text, scale)[1]
+    if text.startswith("K="):
+        sides = side_format(text, False), side_format(text, True)
+        return schemes_named(sides[0], scale)[0], schemes_named(sides[1], scale)[1]
     if text in REGISTERED:
         registered = REGISTERED[text]()
         return registered, registered
@@ -182,18 +182,14 @@ def formats_named(text: str) -> tuple[Format, Format]:
     if "@" in text:
         wanted = "a format of one layer (a QuantizedCache takes formats of layers)"
         raise argument_error("format", wanted, brief(repr(text)))
-    if text != (key_text := side_format(text, False)):
-        return formats_named(key_text)[0], formats_named(side_format(text, True))[1]
+    sides = side_format(text, False), side_format(text, True)
+    if sides != (text, text):
+        return formats_named(sides[0])[0], formats_named(sides[1])[1]
     if text in FORMAT_PAIRS:
         return named(FORMAT_PAIRS[text][0]), named(FORMAT_PAIRS[text][1])
-    sides = text.split("/", 1) if "/" in text else (text, text)
-    key, value = (
-        each.replace("kivi", f"kivi_{side}", 1)
-        if each.startswith("kivi") and each.split(":")[0] not in NAMED
-        else each
-        for each, side in zip(sides, ("key", "value"), strict=True)
-    )
-    return cache_format(key), cache_format(value)
+    if text.startswith("kivi") and text.split(":")[0] not in NAMED:
+        sides = text.replace("kivi", "kivi_key", 1), text.replace("kivi", "kivi_value", 1)
+    return cache_format(sides[0]), cache_format(sides[1])
 
 
 def cache_format(text: str) -> Format:

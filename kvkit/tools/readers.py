@@ -101,7 +101,7 @@ class CacheReader:
     layer: Callable[[int], LayerReader]
     format: str | None = None  # the format of codes; None for floats
     notes: tuple[str, ...] = ()
-    numbered: bool = False  # whether names of layers have their numbers in the model
+    numbers: tuple[int, ...] | None = None  # of the layers in the model; None if they are not known
     mask: Callable[[], np.ndarray | None] = lambda: None  # which tokens are no padding; None without a mask
 
     def without_padding(self) -> CacheReader:
@@ -111,6 +111,12 @@ class CacheReader:
             return self
         note = f"a mask hides {np.count_nonzero(~mask):,} of {len(mask):,} tokens: padding is not counted"
         return replace(self, layer=lambda i: self.layer(i).only(mask), notes=(note, *self.notes))
+
+    @property
+    def places(self) -> tuple[Sequence[int], int | None]:
+        """Return (numbers of layers, how many layers the model has; None if some are not in the source)."""
+        numbers = range(self.count) if self.numbers is None else self.numbers
+        return numbers, self.count if sorted(numbers) == list(range(self.count)) else None
 
 
 def open_cache(
@@ -176,13 +182,14 @@ def join_readers(first: CacheReader, second: CacheReader) -> CacheReader:
         if i < first.count:
             return first.layer(i)
         found = second.layer(i - first.count)
-        return found if second.numbered else replace(found, name=f"sliding {found.name}")
+        return found if second.numbers is not None else replace(found, name=f"sliding {found.name}")
 
     names = [format for format in (first.format, second.format) if format]
     format = " and ".join(dict.fromkeys(names)) or None
     notes = dict.fromkeys((*first.notes, *second.notes))
+    numbers = None if first.numbers is None or second.numbers is None else first.numbers + second.numbers
     count = first.count + second.count
-    return CacheReader(first.name, count, layer, format, tuple(notes), first.numbered, first.mask)
+    return CacheReader(first.name, count, layer, format, tuple(notes), numbers, first.mask)
 
 
 def latent_cache(arrays: Mapping[str, Any], layers: Any) -> dict[str, Any]:
@@ -312,7 +319,7 @@ def open_arrays(
         notes = (*notes, NO_TABLES)
     format = " and ".join(dict.fromkeys(map(str, filter(None, formats or ())))) or None
     return CacheReader(
-        source.name, len(codes.keys), layer, format, notes, numbered,
+        source.name, len(codes.keys), layer, format, notes, tuple(numbers) if numbered else None,
         mask=lambda: find_mask(source.arrays, starts, packed),
     )  # fmt: skip
 

@@ -62,7 +62,7 @@ def test_a_mix_comes_from_a_file(rng, tmp_path):
         QuantizedCache("int8:g16@2/kivi4", num_layers=3, **NO_WINDOW),
     )
     assert len({json.dumps([layer.describe() for layer in each.layers]) for each in caches}) == 1
-    with pytest.raises(KvkitError, match="num_layers: expected 3, as of the file of the mix, got 4"):
+    with pytest.raises(KvkitError, match="num_layers: expected 3, as in the file of int8:g16@-1/kivi4"):
         QuantizedCache.from_file(path, num_layers=4)
 
 

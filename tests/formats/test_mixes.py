@@ -95,5 +95,5 @@ def test_a_mix_in_a_file_is_for_its_number_of_layers(tmp_path):
     path = tmp_path / "mix.json"
     path.write_text(json.dumps({"kvkit_mix": "int8@-1/int4", "num_layers": 3}))
     assert mix_named(str(path)).of_layers(3)[2] == ("int8", "int8")
-    with pytest.raises(KvkitError, match="num_layers: expected 3, as of the file of the mix, got 4"):
+    with pytest.raises(KvkitError, match="num_layers: expected 3, as in the file of int8@-1/int4, got 4"):
         mix_named(str(path)).of_layers(4)

@@ -21,7 +21,8 @@ from kvkit.interop import numpy_to_tensor
 from kvkit.tools.readers import CacheReader, open_cache
 from kvkit.tools.studies.evicting import contexts_of, count_judging, kept_rows
 from kvkit.tools.studies.measures import JUDGING
-from kvkit.tools.studies.policies import StudyPlan, make_plan
+from kvkit.tools.studies.policies import StudyPlan, make_plan, make_target
+from kvkit.tools.studies.schemes import list_schemes, of_layer
 from kvkit.tools.studies.study import Study, study_layers
 from kvkit.tools.tasks import Lazy
 
@@ -36,6 +37,8 @@ def study(
     evict: Any = None,
     budget: str = "uniform",
     judge: int | None = None,
+    bits: float | None = None,
+    error: float | None = None,
     progress: Callable[[int, int], Any] | None = None,
 ) -> Study:
     """Compare schemes of quantization, and policies that evict tokens, on a model that reads a text.
@@ -55,6 +58,9 @@ def study(
         As in `kvkit.tools.study`.
     evict, budget, judge
         As in `kvkit.tools.study`; by default the last quarter of the tokens measures the error.
+    bits, error : float, optional
+        As in `kvkit.tools.study`: find the best mix of the schemes. The last tokens, which `judge` counts,
+        do not choose it, and only their predictions are counted.
     progress : callable, optional
         Called with (number of readings done, number of readings in all).
 
@@ -79,31 +85,36 @@ def study(
     >>> found.summary[0].agreement
     1.0
     """
-    plan = make_plan(schemes, evict, budget, judge, rope_of(model) if evict else None)
+    target = make_target(bits, error)
+    plan = make_plan(schemes, evict, budget, judge, rope_of(model) if evict else None, target=target)
     if len(ids) < 2:
         raise argument_error("ids", "two tokens or more", len(ids))
     inputs = len(ids) - 1  # the last token is only predicted
-    judging_queries = count_judging(inputs, judge) if plan.policies else inputs
+    judging_queries = count_judging(inputs, judge) if plan.holds_back else inputs
     first = inputs - judging_queries  # the first token whose prediction counts
     recorded = {}
 
     def record(layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        recorded[layer] = query if plan.policies else query[:, :, -JUDGING:], key, value
+        recorded[layer] = query if plan.holds_back else query[:, :, -JUDGING:], key, value
         return key, value
 
     def report(readings_done: int) -> None:
         if progress:
-            progress(readings_done, 1 + len(plan.names))
+            progress(readings_done, 1 + len(plan.names) + (target is not None))
 
     unchanged = read_text(model, ids, attend_changed(record), skip=first)
     report(1)
     source = Lazy(open_cache, arrays_of(recorded))
     comparison = study_layers(source, Lazy(replace, plan))
+    schemes = plan.schemes
+    if comparison.mix is not None and comparison.mix.text not in plan.names:
+        schemes = [*schemes, *list_schemes([comparison.mix.text])]
     if plan.policies:
         check_windows(model, inputs)
         readings = read_on(model, ids, first, source.value, plan)
     else:
-        readings = ([read_text(model, ids, attend_changed(coding(*sides)))] for _, *sides in plan.schemes)
+        changes = (coding(source.value.count, *sides) for _, *sides in schemes)
+        readings = ([read_text(model, ids, attend_changed(change), skip=first)] for change in changes)
     summary = []
     for readings_done, (row, of_seeds) in enumerate(zip(comparison.summary, readings, strict=True), 2):
         agreement = float(np.mean([(each.best == unchanged.best).mean() for each in of_seeds]))
@@ -168,7 +179,8 @@ def attend_kept(source: CacheReader, layers: Sequence[Any], schemes: Any, first:
         sinks = kwargs.pop("s_aux", None)
         for heads, rows in layers[module.layer_idx]:
             past_rows, states = rows[:, : rows.shape[1] - key.shape[2]].T, []  # [tokens, heads]
-            for scheme, side, new in zip(schemes, (layer.key, layer.value), (key, value), strict=True):
+            own_schemes = of_layer(schemes, module.layer_idx, source.count)
+            for scheme, side, new in zip(own_schemes, (layer.key, layer.value), (key, value), strict=True):
                 past = np.take_along_axis(side.read(slice(0, first))[:, heads], past_rows[..., None], 0)
                 x = np.concatenate((past, to_numpy("states", new)[0, heads].swapaxes(0, 1)))
                 states.append(encode_and_decode(scheme, x).to(key.dtype))
@@ -246,13 +258,13 @@ def encode_and_decode(scheme: Any, x: np.ndarray) -> Tensor:
     return numpy_to_tensor(np.asarray(scheme.decode(scheme.encode(x)), np.float32).swapaxes(0, 1)[None])
 
 
-def coding(*schemes: Any) -> Callable[..., Any]:
+def coding(layers: int, *schemes: Any) -> Callable[..., Any]:
     """Return a function for `attend_changed` that encodes and decodes keys and values by their schemes."""
 
     def change(layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         return tuple(
             encode_and_decode(scheme, to_numpy("states", states)[0].swapaxes(0, 1)).to(states.dtype)
-            for scheme, states in zip(schemes, (key, value), strict=True)
+            for scheme, states in zip(of_layer(schemes, layer, layers), (key, value), strict=True)
         )
 
     return change

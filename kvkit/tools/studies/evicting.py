@@ -38,6 +38,8 @@ class Measured(NamedTuple):
     rows: list[dict[str, Any]]  # measures of each head and side
     bits: float  # stored
     sums: Array  # [sides, (squared errors, squares)]
+    side_bits: tuple[int, ...] = ()  # of a scheme
+    output_error: float | None = None  # the relative error of the outputs of all heads
 
 
 class KeptRows(NamedTuple):

@@ -253,8 +253,8 @@ def compare_attention(
     }
 
 
-def attention_errors(layer: LayerReader, *schemes: Any, judge: int = JUDGING) -> Iterator[dict[str, float]]:
-    """Yield {measure: mean} of the errors that schemes cause in attention, for each key head.
+def attention_errors(layer: LayerReader, *schemes: Any, judge: int = JUDGING) -> AttentionSums:
+    """Return the sums of the errors that schemes cause in attention, for each key head.
 
     The last `judge` queries of a sequence measure them, at most `JUDGING`.
     """
@@ -262,7 +262,7 @@ def attention_errors(layer: LayerReader, *schemes: Any, judge: int = JUDGING) ->
     for query, begin, end in zip(layer.queries or (), layer.starts, layer.starts[1:], strict=False):
         query = np.asarray(query[-min(judge, JUDGING) :], np.float32)
         sums.add(compare_attention(layer, query, begin, end, *schemes))
-    return sums.by_head()
+    return sums
 
 
 class AttentionSums:
@@ -277,6 +277,12 @@ class AttentionSums:
         for name, each in numbers.items():
             self.sums[name] = self.sums.get(name, np.zeros(1)) + each.sum(1, dtype=np.float64)
         self.count += numbers["kl"].shape[1]
+
+    @property
+    def output_error(self) -> float:
+        """Return the relative error of the outputs of all heads."""
+        squares = self.sums["norm"].sum()
+        return float(np.sqrt(self.sums["output"].sum() / squares)) if squares else 0.0
 
     def by_head(self) -> Iterator[dict[str, float]]:
         """Yield {measure: mean} of each head; of outputs the relative error."""

@@ -8,10 +8,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from kvkit.checks.values import integer, text
+from kvkit.checks.values import finite_number, integer, text
 from kvkit.errors import argument_error, brief, describe, unknown_name
 from kvkit.eviction import SCORERS
-from kvkit.tools.studies.schemes import key_and_value_schemes, list_schemes, load_object
+from kvkit.formats.mixes import join_mixes
+from kvkit.tools.studies.schemes import (
+    MixedScheme,
+    key_and_value_schemes,
+    list_schemes,
+    load_object,
+    mixable_schemes,
+    of_layer,
+)
 from kvkit.typed import Array
 
 POLICY_FORM = "SCORER@SHARE or SCORER@SHARE+SCHEME, as snapkv@0.5+int4:g32, or a scheme"
@@ -68,6 +76,31 @@ class Policy:
 
 
 @dataclass(frozen=True)
+class Target:
+    """Says what a mix must reach: at most so many bits a number, or at most an error."""
+
+    bits: float | None = None
+    error: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.bits:g} bits" if self.error is None else f"an error of {100 * self.error:g} %"
+
+
+def make_target(bits: Any, error: Any) -> Target | None:
+    """Check the bits, or the error, that a mix must reach; None for neither."""
+    if bits is None and error is None:
+        return None
+    if bits is not None and error is not None:
+        raise argument_error("bits", "bits or an error, not both", f"{bits} and {error}")
+    name, value = ("bits", bits) if error is None else ("error", error)
+    if not finite_number(name, value) > 0:
+        raise argument_error(name, "a number above 0", value)
+    if error is not None and not error < 1:
+        raise argument_error("error", "a number below 1, as 0.05 for 5 %", error)
+    return Target(bits, error)
+
+
+@dataclass(frozen=True)
 class StudyPlan:
     """Lists the schemes and policies that a study compares."""
 
@@ -77,11 +110,34 @@ class StudyPlan:
     budget: str = "uniform"  # how the kept tokens are distributed over heads or layers
     judge: int | None = None  # how many of the last queries measure the error; None: a quarter
     rope: Any = None  # the rotary embedding of keys, for scorers that need it
+    target: Target | None = None  # what a mix of formats must reach
+    candidates: Sequence[str] = ()  # the schemes among which that mix is chosen
+
+    @property
+    def holds_back(self) -> bool:
+        """Return whether only the last queries measure errors, because others choose tokens or a mix."""
+        return bool(self.policies or self.target)
+
+    def at_layer(self, i: int, numbers: Sequence[int], num_layers: int | None) -> StudyPlan:
+        """Return the plan for a layer, in which mixes are the schemes of that layer."""
+
+        place = i, num_layers, numbers
+        schemes = [(name, *of_layer(both, *place)) for name, *both in self.schemes]
+        policies = [
+            replace(each, schemes=of_layer(each.schemes, *place))
+            if isinstance(each.schemes[0], MixedScheme)
+            else each
+            for each in self.policies
+        ]
+        return replace(self, schemes=schemes, policies=policies)
 
     def fitting(self, queries: Any) -> StudyPlan:
         """Return the plan for a layer with these queries: without any, there is no oracle."""
         if queries is not None:
             return self
+        if self.target is not None:
+            wanted = "queries, because a mix is chosen by the errors of attention's outputs"
+            raise argument_error("source", wanted, "none")
         if self.judge is not None:
             raise argument_error("judge", "None, as the source has no queries", self.judge)
         oracles = {each.name for each in self.policies if each.scorer == ORACLE}
@@ -97,14 +153,28 @@ class StudyPlan:
 
 
 def make_plan(
-    schemes: Any, evict: Any = None, budget: str = "uniform", judge: Any = None, rope: Any = None
+    schemes: Any,
+    evict: Any = None,
+    budget: str = "uniform",
+    judge: Any = None,
+    rope: Any = None,
+    *,
+    target: Target | None = None,
+    mix: str | None = None,
 ) -> StudyPlan:
-    """Return the plan of a study: of `schemes`, or of the entries of `evict` combined with `schemes`."""
+    """Return the plan of a study: of `schemes`, or of the entries of `evict` combined with `schemes`.
+
+    With a target it chooses a mix of schemes; then `mix` is that mix, which alone is measured.
+    """
+    judge = None if judge is None or evict is target is None else integer("judge", judge, 1)
     if evict is None:
-        chosen = list_schemes(schemes)
-        return StudyPlan(chosen, [], [name for name, *_ in chosen])
+        chosen = list_schemes(schemes if mix is None else [mix])
+        names = [name for name, *_ in chosen]
+        candidates = () if target is None else names if mix else mixable_schemes(names)
+        return StudyPlan(chosen, [], names, judge=judge, target=target, candidates=candidates)
+    if target is not None:
+        raise argument_error("evict", f"None, because a mix for {target} is chosen", describe(evict))
     text("budget", budget, BUDGET_NAMES)
-    judge = None if judge is None else integer("judge", judge, 1)
     entries: list[SchemePair | Policy] = [entry_of(each) for each in items_of(evict)]
     if schemes is not None:
         chosen = list_schemes(schemes)
@@ -127,7 +197,7 @@ def items_of(evict: Any) -> list[Any]:
     """Return the entries of a list, or of a text with commas between entries."""
     if not isinstance(evict, (str, Sequence)):
         raise argument_error("evict", f"a text or a sequence, of {POLICY_FORM}", describe(evict))
-    items = COMMAS.split(evict) if isinstance(evict, str) else list(evict)
+    items = join_mixes(COMMAS.split(evict)) if isinstance(evict, str) else list(evict)
     items = [each.strip() if isinstance(each, str) else each for each in items]
     return [each for each in items if not isinstance(each, str) or each]
 

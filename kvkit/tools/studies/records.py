@@ -110,11 +110,9 @@ class ChosenMix:
     resolution : float
         By how many bits a number the search may miss the fewest; 0 if it is exact.
     error_assumed : float
-        The error that the search added up, on the queries that chose the mix.
-    error_chosen : float
-        The measured error on these queries.
+        The error on the queries that chose the mix.
     error_measured : float
-        The measured error on the held-back queries, which the search did not see.
+        The error on the held-back queries, which the search did not see.
     queries, held_back : int
         How many queries chose the mix, and how many measured it, of each layer.
     target : str
@@ -129,7 +127,6 @@ class ChosenMix:
     bits: float
     resolution: float
     error_assumed: float
-    error_chosen: float
     error_measured: float
     queries: int
     held_back: int

@@ -13,10 +13,14 @@ from typing import Any
 import numpy as np
 
 from kvkit import formats
+from kvkit.cache.layers.quant_spec import code_spec
 from kvkit.errors import KvkitError, argument_error, brief, describe
 from kvkit.formats.known import ALIASES
+from kvkit.formats.mixes import Mix, mix_named, side_format, split_formats
 from kvkit.formats.schemes import REGISTERED, check_scheme, schemes_named
 
+# Those among which a mix is chosen, if none are named: all are stored by a `QuantizedCache`.
+MIXED = "kivi2,int4:g32,int4:g32+hadamard,kivi4,q4_0,q8_0,int8:g8"
 DEFAULT = "fp8,int8:g8,int4:g32,int4:g32+hadamard,q8_0,q4_0"  # those that fit the heads, if none are named
 EXACT = {str(fmt): fmt for fmt in formats.FLOATS}
 
@@ -39,13 +43,44 @@ class Cast:
         return arrays["codes"].astype(np.float32)
 
 
-def key_and_value_schemes(text: Any) -> tuple[Any, Any]:
-    """Return (scheme of keys, scheme of values) for "int4:g32+hadamard", "mine.py:Scheme", or an object."""
+@dataclass(frozen=True)
+class MixedScheme:
+    """Stands for the schemes that a mix names for layers."""
+
+    mix: Mix
+    is_value: bool
+
+
+def of_layer(
+    schemes: Sequence[Any], i: int, num_layers: int | None, numbers: Sequence[int] | None = None
+) -> tuple[Any, ...]:
+    """Return the schemes of one layer, the i-th of `numbers`, for those that mixes stand for."""
+    found = []
+    for scheme in schemes:
+        if isinstance(scheme, MixedScheme):
+            known = range(num_layers or 0) if numbers is None else numbers
+            format = scheme.mix.of_numbers(known, num_layers)[i][scheme.is_value]
+            scheme = key_and_value_schemes(format)[scheme.is_value]
+        found.append(scheme)
+    return tuple(found)
+
+
+def key_and_value_schemes(text: Any) -> tuple[Any, ...]:
+    """Return (scheme of keys, scheme of values) for "int4:g32+hadamard", "mine.py:Scheme", or an object.
+
+    A mix that names layers is two of `MixedScheme`.
+    """
     if not isinstance(text, str):
         instance = make_instance(text, text.__name__) if isinstance(text, type) else text
         return (check_scheme(instance, name_of(text)),) * 2
     if text in REGISTERED:
         return schemes_named(text)
+    mix = mix_named(text)
+    if mix.by_layer:
+        return MixedScheme(mix, False), MixedScheme(mix, True)
+    if mix.text.startswith("K="):
+        return tuple(key_and_value_schemes(side_format(mix.text, value))[value] for value in (False, True))
+    text = mix.text
     path, _, name = text.rpartition(":")
     if path.endswith(".py"):
         return (check_scheme(make_instance(load_object(path, name, "class"), text), text),) * 2
@@ -98,7 +133,7 @@ def name_of(scheme: Any) -> str:
 
 def list_schemes(schemes: str | Sequence[Any]) -> list[tuple[str, Any, Any]]:
     """Return (name, scheme of keys, scheme of values) of each scheme."""
-    items = schemes.split(",") if isinstance(schemes, str) else list(schemes)
+    items = split_formats(schemes) if isinstance(schemes, str) else list(schemes)
     items = [item.strip() if isinstance(item, str) else item for item in items]
     named = [(item if isinstance(item, str) else name_of(item), item) for item in items if item]
     found = [(name, *key_and_value_schemes(item)) for name, item in named]
@@ -110,10 +145,28 @@ def list_schemes(schemes: str | Sequence[Any]) -> list[tuple[str, Any, Any]]:
     return found
 
 
-def fitting_schemes(heads: set[tuple[int, int, bool]]) -> tuple[list[str], tuple[str, ...]]:
-    """Return (default schemes that fit, notes on the others) for sides of (heads, dim, whether values)."""
+def mixable_schemes(names: Sequence[str]) -> list[str]:
+    """Return the names of formats that layers of a `QuantizedCache` store, and so may be in a mix."""
+    found = []
+    for name in names:
+        try:
+            for is_value in (False, True):
+                code_spec(name, is_value)
+            found.append(name)
+        except KvkitError:
+            continue
+    if not found:
+        wanted = "formats that a QuantizedCache stores, for a mix"
+        raise argument_error("schemes", wanted, ", ".join(names))
+    return found
+
+
+def fitting_schemes(
+    heads: set[tuple[int, int, bool]], schemes: str = DEFAULT
+) -> tuple[list[str], tuple[str, ...]]:
+    """Return (schemes that fit, notes on the others) for sides of (heads, dim, whether values)."""
     names, notes = [], []
-    for name, *pair in list_schemes(DEFAULT):
+    for name, *pair in list_schemes(schemes):
         try:
             for count, dim, is_value in sorted(heads):
                 scheme = pair[is_value]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,11 +15,11 @@ import numpy as np
 from kvkit.errors import KvkitError, argument_error
 from kvkit.rope import Rope
 from kvkit.tools.readers import CacheReader, LayerReader, open_cache
-from kvkit.tools.studies import evicting, measures, report
-from kvkit.tools.studies.policies import make_plan
-from kvkit.tools.studies.records import THRESHOLD, WORST, StudyRecord, Summary, TableRow
-from kvkit.tools.studies.schemes import fitting_schemes
-from kvkit.tools.studies.words import table, worst_heads
+from kvkit.tools.studies import evicting, measures, mixes, report
+from kvkit.tools.studies.policies import StudyPlan, Target, make_plan, make_target
+from kvkit.tools.studies.records import THRESHOLD, WORST, ChosenMix, StudyRecord, Summary, TableRow
+from kvkit.tools.studies.schemes import DEFAULT, MIXED, fitting_schemes
+from kvkit.tools.studies.words import mix_in_words, table, worst_heads
 from kvkit.tools.tasks import Lazy, Mapper
 from kvkit.tools.text import columns
 
@@ -35,15 +35,23 @@ class Study(StudyRecord):
     def save(self, folder: str | os.PathLike[str]) -> list[Path]:
         """Write study.json, report.md, plots, and report.html (self-contained).
 
-        Plots need matplotlib, the extra ``plot``. Without it they are left out, and the report says so.
+        Plots need matplotlib, the extra ``plot``. Without it they are left out, and the report says so. A
+        study that found a mix also writes mix.json.
         """
-        return report.write_report(self, Path(folder))
+        written = report.write_report(self, Path(folder))
+        return written if self.mix is None else [*written, self.save_mix(Path(folder) / "mix.json")]
+
+    def save_mix(self, path: str | os.PathLike[str]) -> Path:
+        """Write the mix that the study found, as a file that `kvkit.cache.QuantizedCache.from_file` reads."""
+        if self.mix is None:
+            raise argument_error("study", "bits or an error, for which it finds a mix", "none")
+        return mixes.write_mix(self.mix, Path(path))
 
     def __str__(self) -> str:
         layers = f"{len(self.layers)} layer{'s' * (len(self.layers) != 1)}"
         parts = [f"{self.source}: {layers}, {self.num_kv_heads} key heads, {self.tokens:,} tokens"]
         notes = "\n".join(f"note: {note}" for note in self.notes)
-        parts += [notes] * self.unjudged
+        parts += [notes] * self.unjudged + mix_in_words(self.mix)
         parts.append(columns(*table(self.summary, wide=False), MAX_ROWS))
         if heads := worst_heads(self):
             parts.append(f"the {WORST} worst heads\n" + columns(("scheme", ""), heads, MAX_ROWS))
@@ -65,6 +73,8 @@ def study(
     progress: Callable[[int, int], object] | None = None,
     mapper: Mapper = map,
     threshold: float = THRESHOLD,
+    bits: float | None = None,
+    error: float | None = None,
 ) -> Study:
     """Compare quantization schemes on the keys and values of a cache, layer by layer and head by head.
 
@@ -113,6 +123,14 @@ def study(
     threshold : float
         The largest error of a head that the advised scheme may have: of the outputs of attention with
         queries, otherwise of keys and values. The default, 10 %, is arbitrary.
+    bits : float, optional
+        Find the mix of `schemes`, which may differ between layers and between keys and values, that loses
+        least at so many stored bits a number. The errors are those of the outputs of attention. The queries
+        before the judging ones choose the mix, and all errors are those of the judging ones, over tokens that
+        the search did not see. Then `schemes` are by default those of
+        "kivi2,int4:g32,int4:g32+hadamard,kivi4,q4_0,q8_0,int8:g8" that fit the heads.
+    error : float, optional
+        Find the mix with the fewest bits whose error is at most this: 0.05 for 5 %.
 
     Returns
     -------
@@ -139,13 +157,14 @@ def study(
     check_threshold(threshold)
     opened = Lazy(open_without_padding, source, layout, sizes, None, rotation)
     notes: tuple[str, ...] = ()
+    target = make_target(bits, error)
     if schemes is None and evict is None:
         layers = [opened.value.layer(i) for i in range(opened.value.count)]
         sides = {
             (side.heads, side.dim, name == "values") for each in layers for name, side in each.sides.items()
         }
-        schemes, notes = fitting_schemes(sides)
-    plan = Lazy(make_plan, schemes, evict, budget, judge, rope)
+        schemes, notes = fitting_schemes(sides, DEFAULT if target is None else MIXED)
+    plan = Lazy(partial(make_plan, target=target), schemes, evict, budget, judge, rope)
     found = study_layers(opened, plan, progress, mapper)
     return replace(found, threshold=threshold, notes=(*notes, *found.notes))
 
@@ -164,14 +183,30 @@ def check_threshold(threshold: float) -> None:
 def study_layers(
     source: Lazy, plan: Lazy, progress: Callable[[int, int], object] | None = None, mapper: Mapper = map
 ) -> Study:
-    """Study an opened source under a `StudyPlan`."""
+    """Study an opened source under a `StudyPlan`, and then the mix that a target asks for."""
     opened = source.value
-    titles = [f"{opened.name}, layer {i}" for i in range(opened.count)]
-    layers: list[StudiedLayer] = []
-    for layer in mapper(partial(study_layer, source, plan), titles, range(opened.count)):
-        layers.append(layer)
-        if progress:
-            progress(len(layers), opened.count)
+    titles, target = [f"{opened.name}, layer {i}" for i in range(opened.count)], plan.value.target
+    done, passes = 0, 1 if target is None else 2
+
+    def all_layers(plan: Lazy) -> Iterator[StudiedLayer]:
+        nonlocal done
+        for layer in mapper(partial(study_layer, source, plan), titles, range(opened.count)):
+            yield layer
+            done += 1
+            if progress:
+                progress(done, passes * opened.count)
+
+    layers, found = list(all_layers(plan)), None
+    if target is not None:
+        elements = sum(layer.elements for layer in layers)
+        candidates, judge = plan.value.candidates, plan.value.judge
+        costs = [layer.costs for layer in layers if layer.costs is not None]
+        found = mixes.find_mix(costs, candidates, target, elements, opened.places[0])
+        of_mix = Lazy(partial(make_plan, target=target, mix=found.text), None, None, "uniform", judge)
+        if found.text not in layers[0].bits:
+            layers = [each.joined(other) for each, other in zip(layers, all_layers(of_mix), strict=True)]
+        elif progress:
+            progress(passes * opened.count, passes * opened.count)
     rows = [row for layer in layers for row in layer.rows]
     summary = [summary_of(name, rows, layers) for name in layers[0].bits]
     outliers = [row for layer in layers for row in layer.outliers]
@@ -181,10 +216,47 @@ def study_layers(
         notes = (f"the source is quantized ({opened.format}): only errors beyond its own are counted", *notes)
     if plan.value.policies:
         notes = (*evicting.notes_of(opened.layer(0), plan.value), *notes)
+    chosen = None if found is None else chosen_mix(found, plan.value, opened, layers, summary)
     return Study(
         opened.name, named, last.heads, last.tokens, summary,
-        rows=rows, outliers=outliers, channels=channels, notes=notes,
+        rows=rows, outliers=outliers, channels=channels, notes=notes, mix=chosen,
     )  # fmt: skip
+
+
+def chosen_mix(
+    found: mixes.FoundMix, plan: StudyPlan, opened: CacheReader, layers: Sequence[StudiedLayer],
+    summary: Sequence[Summary],
+) -> ChosenMix:  # fmt: skip
+    """Compare a mix with what the search assumed of it, and with the best of its formats alone."""
+    bits = {one.scheme: one.bits for one in summary}
+
+    def measured(name: str) -> float:
+        return float(np.sqrt(np.mean([(layer.outputs[name] or 0.0) ** 2 for layer in layers])))
+
+    target, costs = plan.target or Target(), [layer.costs for layer in layers if layer.costs is not None]
+    errors = np.sqrt(np.mean([own.errors.diagonal() for own in costs], 0))
+    alone = dict(zip(plan.candidates, errors.tolist(), strict=True))  # of each format in all layers
+    if target.error is None:
+        order = [(own, name) for name, own in alone.items() if bits[name] <= (target.bits or 0)]
+    else:
+        order = [(bits[name], name) for name, own in alone.items() if own <= target.error]
+    best = min(order)[1] if order else None
+    count = sum(len(query) for query in (opened.layer(0).queries or ())[:1])
+    held_back = evicting.count_judging(count, plan.judge)
+    numbers, num_layers = opened.places
+    return ChosenMix(
+        text=found.text,
+        layers=tuple((number, *pair) for number, pair in zip(numbers, found.formats, strict=True)),
+        num_layers=num_layers,
+        bits=bits[found.text],
+        resolution=found.resolution,
+        error_assumed=found.error_assumed,
+        error_measured=measured(found.text),
+        queries=min(count - held_back, mixes.CHOOSING),
+        held_back=min(held_back, measures.JUDGING),
+        target=str(target),
+        uniform=None if best is None else (best, bits[best], measured(best)),
+    )
 
 
 @dataclass(frozen=True)
@@ -200,18 +272,27 @@ class StudiedLayer:
     rows: list[TableRow]
     bits: dict[str, float]  # {scheme: stored bits}
     sums: dict[str, np.ndarray]  # {scheme: [side, (sum of squared errors, sum of squares)]}
+    outputs: dict[str, float | None]  # {scheme: relative error of attention's outputs over all heads}
+    costs: mixes.PairCosts | None  # of the candidates for a mix
+
+    def joined(self, other: StudiedLayer) -> StudiedLayer:
+        """Return the results of both, which have studied other schemes of the same layer."""
+        names = "bits", "sums", "outputs"
+        dicts = {name: getattr(self, name) | getattr(other, name) for name in names}
+        return replace(self, rows=self.rows + other.rows, **dicts)
 
 
 def study_layer(source: Lazy, plan: Lazy, title: str, i: int) -> StudiedLayer:
     """Study a layer under all schemes and policies, each in a thread."""
     layer, name = source.value.layer(i), source.value.name
-    chosen = plan.value.fitting(layer.queries)
+    chosen = plan.value.fitting(layer.queries).at_layer(i, *source.value.places)
     for side in (layer.key, layer.value):
         if 0 in (side.tokens, side.heads, side.dim):
             got = f"{side.tokens} tokens of {side.heads} heads of {side.dim} elements in {layer.name}"
             raise argument_error("source", "a cache that holds tokens", got)
-    if layer.value_dim and chosen.policies:
-        raise argument_error("evict", "no policies, for latent rows", "policies")
+    if layer.value_dim and chosen.holds_back:
+        name, what = ("evict", "policies") if chosen.policies else ("bits", f"a mix for {chosen.target}")
+        raise argument_error(name, f"no {what}, for latent rows", what)
     rows: list[TableRow] = []
     outliers: list[TableRow] = []
     found: dict[str, evicting.Measured] = {}
@@ -222,10 +303,24 @@ def study_layer(source: Lazy, plan: Lazy, title: str, i: int) -> StudiedLayer:
             measures.check_finite(f"{name}, {layer.name}, queries of sequence {sequence}", query)
         judge = evicting.count_judging(len(layer.queries[0]), chosen.judge) if layer.queries else None
         of_schemes = {
-            each: threads.submit(study_scheme, layer, each, *pair, judge=judge if chosen.policies else None)
+            each: threads.submit(
+                study_scheme,
+                layer,
+                each,
+                *pair,
+                judge=judge if chosen.holds_back else None,
+                evicts=bool(chosen.policies),
+            )
             for each, *pair in chosen.schemes
         }
-        contexts = list(evicting.contexts_of(layer, chosen.judge)) if chosen.policies else []
+        needs_contexts = chosen.policies or chosen.candidates
+        contexts = list(evicting.contexts_of(layer, chosen.judge)) if needs_contexts else []
+        mixable = [(key, value) for each, key, value in chosen.schemes if each in chosen.candidates]
+        of_pairs = [
+            threads.submit(mixes.output_errors, layer, context, mixable, head)
+            for context in contexts
+            for head in range(layer.key.heads * bool(mixable))
+        ]
         place = i, source.value.count
         of_policies = [
             threads.submit(evicting.study_policies, layer, contexts, group, chosen, place)
@@ -235,6 +330,7 @@ def study_layer(source: Lazy, plan: Lazy, title: str, i: int) -> StudiedLayer:
             for h, ratio in enumerate(ratios):
                 outliers.append({"layer": layer.name, "head": h, "side": side, "ratio": float(ratio)})
         found = {each: job.result() for each, job in of_schemes.items()}
+        pairs = [job.result() for job in of_pairs]
         for job in of_policies:
             found |= job.result()
     for each in chosen.names:
@@ -245,37 +341,42 @@ def study_layer(source: Lazy, plan: Lazy, title: str, i: int) -> StudiedLayer:
         layer.name, heads, tokens, elements, outliers=outliers, channels=channels, rows=rows,
         bits={each: found[each].bits for each in chosen.names},
         sums={each: found[each].sums for each in chosen.names},
+        outputs={each: found[each].output_error for each in chosen.names},
+        costs=mixes.costs_of([found[each].side_bits for each in chosen.candidates], pairs),
     )  # fmt: skip
 
 
-def study_scheme(layer: LayerReader, name: str, *schemes: Any, judge: int | None = None) -> evicting.Measured:
-    """Measure one scheme over a layer.
+def study_scheme(
+    layer: LayerReader, name: str, *schemes: Any, judge: int | None = None, evicts: bool = False
+) -> evicting.Measured:
+    """Measure one scheme over a layer, with the last `judge` queries.
 
-    In a study with policies, `judge` is the number of queries that measure the error, and rows say that all
-    tokens are kept.
+    In a study with policies, rows say that all tokens are kept.
     """
     found: list[TableRow] = []
-    kept = {} if judge is None else {"weight_kept": 1.0, "tokens_kept": layer.key.tokens}
-    stored, sums = 0, []
+    kept = {"weight_kept": 1.0, "tokens_kept": layer.key.tokens} if evicts else {}
+    stored, sums, output_error = [], [], None
     try:
         for (side, data), scheme in zip(layer.sides.items(), schemes, strict=False):
             errors = measures.SideErrors(data.heads)
             for _ in measures.code_parts(scheme, data, errors):
                 pass  # only errors and bits are needed
             found += [{"head": h, "side": side, **row} for h, row in enumerate(errors.by_head())]
-            stored += errors.bits
+            stored.append(errors.bits)
             sums.append((errors.errors.sum(), errors.squares.sum()))
         if layer.value_dim:  # a latent row has the scheme of keys
             sums, schemes = sums * 2, schemes[:1] * 2
         if layer.queries is not None:
             by_head = measures.attention_errors(layer, *schemes, judge=judge or measures.JUDGING)
-            found += [{"head": h, "side": "attention", **row, **kept} for h, row in enumerate(by_head)]
+            output_error = by_head.output_error
+            rows = by_head.by_head()
+            found += [{"head": h, "side": "attention", **row, **kept} for h, row in enumerate(rows)]
     except KvkitError as error:
         raise KvkitError(f"{name}, {layer.name}: {error}") from error
     except Exception as error:
         cause = f"{type(error).__name__} ({error})"
         raise argument_error(f"scheme {name}", f"to code {layer.name}", cause) from error
-    return evicting.Measured(found, stored, np.array(sums))
+    return evicting.Measured(found, sum(stored), np.array(sums), tuple(stored), output_error)
 
 
 def summary_of(name: str, rows: list[TableRow], layers: list[StudiedLayer]) -> Summary:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvkit.tools.studies.policies import ORACLE, RANDOM, parts_of
-from kvkit.tools.studies.records import StudyRecord, Summary
+from kvkit.tools.studies.records import ChosenMix, StudyRecord, Summary
 
 TextTable = tuple[tuple[str, ...], list[tuple[str, ...]]]  # headings, and rows
 NO_POLICY = " (no policy)"
@@ -76,6 +76,29 @@ def filled_columns(rows: list[dict[str, str]]) -> TextTable:
     """Return a table of rows {heading: cell}, without columns that are empty in all rows."""
     names = [name for name in rows[0] if any(row[name] for row in rows)]
     return tuple(names), [tuple(row[name] for name in names) for row in rows]
+
+
+def mix_in_words(mix: ChosenMix | None) -> list[str]:
+    """Return what is recommended, its errors, and what the best single format has instead, if anything."""
+    if mix is None:
+        return []
+    rounded = f", to {mix.resolution:.2g} bits" if mix.resolution else ""
+    lines = [
+        f"for {mix.target}: {mix.text}, {mix.bits:.2f} bits a number, error {mix.error_measured:.2%}",
+        f"that is the error of attention's outputs for the last {mix.held_back:,} queries of a sequence, "
+        "which were held back",
+        f"the {mix.queries:,} queries before them chose the mix: error {mix.error_assumed:.2%}, if squared "
+        f"errors of layers add{rounded}",
+    ]
+    if mix.uniform is None:
+        lines.append("no single format reaches that")
+    elif mix.uniform[0] != mix.text:
+        name, bits, error = mix.uniform
+        lines.append(f"the best single format: {name}, {bits:.2f} bits a number, error {error:.2%}")
+    if mix.num_layers is None:
+        numbers = ", ".join(str(number) for number, *_ in mix.layers)
+        lines.append(f"the source has layers {numbers} only: other layers get the last format, unmeasured")
+    return ["\n".join(lines)]
 
 
 def worst_heads(study: StudyRecord) -> list[tuple[str, str]]:

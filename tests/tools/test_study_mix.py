@@ -1,0 +1,225 @@
+"""The mix that `study` finds: its errors against float64, its search against all assignments, its file."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvkit import tools
+from kvkit.cache import QuantizedCache
+from kvkit.errors import KvkitError
+from kvkit.formats.mixes import mix_named
+from kvkit.tools.studies.mixes import cheapest
+from kvkit_cli.main import main
+
+pytestmark = pytest.mark.cpu
+
+LAYERS, HEADS, DIM, QUERIES, HELD_BACK = 2, 2, 32, 12, 4
+STARTS = 0, 56, 96
+SCHEMES = "int2:g16,int4:g16,int8:g16"
+
+
+@pytest.fixture
+def arrays(rng):
+    """Return two sequences in two layers, which differ in how much their keys and values lose."""
+    key, value = (rng.standard_normal((LAYERS, STARTS[-1], HEADS, DIM)).astype(np.float16) for _ in range(2))
+    key[0] *= 2
+    value[1, :, :, ::16] *= 9
+    query = rng.standard_normal((LAYERS, 2, QUERIES, 2 * HEADS, DIM)).astype(np.float16)
+    return {"key": key, "value": value, "query": query, "seqstarts": np.array(STARTS)}
+
+
+def coded(x, format):
+    """Quantize numbers in groups of 16: codes times a float16 scale, in float64. None changes nothing."""
+    if format is None:
+        return x
+    most, groups = 2 ** (int(format[3]) - 1) - 1, x.reshape(*x.shape[:-1], -1, 16)
+    scale = abs(groups).max(-1, keepdims=True) / most
+    return (np.rint(groups / scale) * scale.astype(np.float16).astype(np.float64)).reshape(x.shape)
+
+
+def squared_error(arrays, layer, formats, chooses):
+    """Return |o' - o|^2 / |o|^2 of a layer's outputs for the queries that choose, or for those held back."""
+    wrong = squares = 0.0
+    rows = slice(0, QUERIES - HELD_BACK) if chooses else slice(QUERIES - HELD_BACK, QUERIES)
+    for s, (begin, end) in enumerate(itertools.pairwise(STARTS)):
+        end = end - HELD_BACK if chooses else end
+        exact = [arrays[name][layer, begin:end].astype(np.float64) for name in ("key", "value")]
+        lossy = [coded(x, format) for x, format in zip(exact, formats, strict=True)]
+        queries = arrays["query"][layer, s, rows].astype(np.float64)
+        for i, h in np.ndindex(queries.shape[:2]):
+            outputs = []
+            for keys, values in (exact, lossy):
+                seen = end - begin - len(queries) + i + 1
+                weights = np.exp(keys[:seen, h // 2] @ queries[i, h] / np.sqrt(DIM))
+                outputs.append(weights / weights.sum() @ values[:seen, h // 2])
+            wrong += ((outputs[1] - outputs[0]) ** 2).sum()
+            squares += (outputs[0] ** 2).sum()
+    return wrong / squares
+
+
+def test_errors_are_those_of_float64(arrays):
+    mix = tools.study(arrays, SCHEMES, bits=6, judge=HELD_BACK).mix
+    pairs = [pair for _, *pair in mix.layers]
+    assert mix_named(mix.text).of_layers(LAYERS) == [tuple(pair) for pair in pairs]
+    assert len({format for pair in pairs for format in pair}) > 1
+    for chooses, got in ((True, mix.error_assumed), (False, mix.error_measured)):
+        squared = [squared_error(arrays, i, pair, chooses) for i, pair in enumerate(pairs)]
+        assert got == pytest.approx(np.sqrt(np.mean(squared)), rel=1e-3)
+    assert mix.bits == np.mean([int(format[3]) + 1 for pair in pairs for format in pair])
+    assert (mix.queries, mix.held_back, mix.resolution) == (QUERIES - HELD_BACK, HELD_BACK, 0)
+
+
+def all_assignments(arrays):
+    """Return (bits, error on the queries that choose) of every mix, in float64."""
+    pairs = list(itertools.product(SCHEMES.split(","), repeat=2))
+    loss = {(i, pair): squared_error(arrays, i, pair, True) for i in range(LAYERS) for pair in pairs}
+    for mix in itertools.product(pairs, repeat=LAYERS):
+        bits = np.mean([int(format[3]) + 1 for pair in mix for format in pair])
+        yield bits, np.sqrt(np.mean([loss[own] for own in enumerate(mix)]))
+
+
+def test_the_search_is_the_best_of_all_assignments(arrays):
+    known = list(all_assignments(arrays))
+    for bits in (3, 3.6, 5, 6.25, 8.5, 9):
+        mix = tools.study(arrays, SCHEMES, bits=bits, judge=HELD_BACK).mix
+        best = min((error, own) for own, error in known if own <= bits)
+        assert (mix.error_assumed, mix.bits) == (pytest.approx(best[0], rel=1e-3), best[1])
+    for error in (0.02, 0.1, 0.4):
+        mix = tools.study(arrays, SCHEMES, error=error, judge=HELD_BACK).mix
+        assert mix.bits == min(bits for bits, own in known if own <= error)
+        assert mix.error_assumed <= error
+
+
+@given(st.data())
+def test_choices_are_the_cheapest(data):
+    items, formats = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
+    numbers = st.lists(st.integers(0, 50), min_size=formats, max_size=formats)
+    bits, losses = (np.array(data.draw(st.lists(numbers, min_size=items, max_size=items))) for _ in range(2))
+    losses = losses.astype(np.float64)
+    sums = [
+        (bits[range(items), own].sum(), losses[range(items), own].sum())
+        for own in map(list, itertools.product(range(formats), repeat=items))
+    ]
+    most = data.draw(st.integers(int(bits.min(1).sum()), 300))
+    choices, rounded = cheapest(bits, losses, most)
+    found = bits[range(items), choices].sum(), losses[range(items), choices].sum()
+    assert rounded == 0
+    assert (found[1], found[0]) == min((loss, own) for own, loss in sums if own <= most)
+    limit = data.draw(st.integers(int(losses.min(1).sum()), 300))
+    choices, _ = cheapest(bits, losses, limit=limit)
+    assert bits[range(items), choices].sum() == min(own for own, loss in sums if loss <= limit)
+    assert losses[range(items), choices].sum() <= limit
+
+
+def test_a_search_that_rounds_says_by_how_much(rng):
+    bits, losses = rng.integers(0, 10**9, (6, 3)), rng.random((6, 3))
+    most = int(bits.mean(1).sum())
+    choices, rounded = cheapest(bits, losses, most)
+    own = [bits[range(6), each].sum() for each in map(list, itertools.product(range(3), repeat=6))]
+    loss = [losses[range(6), each].sum() for each in map(list, itertools.product(range(3), repeat=6))]
+    assert bits[range(6), choices].sum() <= most
+    found = losses[range(6), choices].sum()
+    assert min(x for x, y in zip(loss, own, strict=True) if y <= most) <= found
+    assert found <= min(x for x, y in zip(loss, own, strict=True) if y <= most - rounded)
+    assert 0 < rounded < 1e-3 * most
+
+
+def test_held_back_tokens_do_not_change_the_mix(arrays):
+    first = tools.study(arrays, SCHEMES, bits=5, judge=HELD_BACK).mix
+    for end in STARTS[1:]:
+        for name in ("key", "value"):
+            arrays[name][:, end - HELD_BACK : end] *= 3
+    arrays["query"][:, :, -HELD_BACK:] *= 2
+    second = tools.study(arrays, SCHEMES, bits=5, judge=HELD_BACK).mix
+    assert (first.text, first.error_assumed) == (second.text, second.error_assumed)
+    assert first.error_measured != second.error_measured
+
+
+def test_the_mix_is_a_row_of_the_table(arrays):
+    found = tools.study(arrays, SCHEMES, bits=6, judge=HELD_BACK)
+    last = found.summary[-1]
+    assert (last.scheme, last.bits) == (found.mix.text, found.mix.bits)
+    again = tools.study(arrays, f"int8:g16,{found.mix.text}")
+    assert [one.scheme for one in again.summary] == ["int8:g16", found.mix.text]
+    assert again.summary[1].key_error == last.key_error
+    heads = [(row["layer"], row["head"]) for row in found.rows
+             if (row["scheme"], row["side"]) == (found.mix.text, "attention")]  # fmt: skip
+    assert heads == [(f"layer {i}", h) for i in range(LAYERS) for h in range(HEADS)]
+    assert str(found).splitlines()[2].startswith(f"for 6 bits: {found.mix.text}, 6.00 bits a number, error ")
+    name, bits, error = found.mix.uniform
+    assert (name, bits) == ("int4:g16", 5)
+    assert error > found.mix.error_measured
+    assert found.to_dict()["mix"]["text"] == found.mix.text
+
+
+def test_one_format_may_be_the_mix(arrays):
+    found = tools.study(arrays, SCHEMES, bits=3, judge=HELD_BACK)
+    assert (found.mix.text, len(found.summary)) == ("int2:g16", 3)
+    assert "best single format" not in str(found)
+    assert tools.study(arrays, SCHEMES, error=1e-4 + found.mix.error_assumed, judge=HELD_BACK).mix.bits == 3
+
+
+def test_a_mix_of_some_layers_of_a_model(arrays):
+    arrays |= {"layers": np.array([3, 9])}
+    mix = tools.study(arrays, SCHEMES, bits=6, judge=HELD_BACK).mix
+    assert ([number for number, *_ in mix.layers], mix.num_layers) == ([3, 9], None)
+    assert "@3" in mix.text or "@9" in mix.text
+    assert "unmeasured" in str(tools.study(arrays, SCHEMES, bits=6))
+
+
+def test_a_mix_goes_to_a_file_and_into_a_cache(arrays, tmp_path):
+    source, path = tmp_path / "dump.npz", tmp_path / "mix.json"
+    np.savez(source, **arrays)
+    ran = CliRunner().invoke(
+        main, ["study", str(source), "--schemes", SCHEMES, "--bits", "6", "--judge", "4", "-o", str(path)]
+    )
+    assert ran.exit_code == 0, ran.output
+    held = json.loads(path.read_text())
+    found = tools.study(source, SCHEMES, bits=6, judge=4).mix
+    assert (held["kvkit_mix"], held["num_layers"], held["bits"]) == (found.text, LAYERS, found.bits)
+    cache = QuantizedCache.from_file(path)
+    assert [[spec.bits for spec in layer.specs] for layer in cache.layers] == [
+        [int(format[3]) for format in pair] for _, *pair in found.layers
+    ]
+    again = tools.study(source, str(path), judge=4)
+    assert (again.summary[0].scheme, again.summary[0].bits) == (str(path), found.bits)
+    for share in ("5%", "0.05"):
+        ran = CliRunner().invoke(main, ["study", str(source), "--error", share, "--json"])
+        assert json.loads(ran.stdout)["mix"]["target"] == "an error of 5 %", ran.output
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"bits": 2}, "bits: expected what a mix of these formats reaches: 3.00 bits at the least"),
+        ({"error": 1e-6}, "error: expected what a mix of these formats reaches: an error of"),
+        ({"bits": 4, "error": 0.1}, "bits: expected bits or an error, not both"),
+        ({"bits": 0}, "bits: expected a number above 0"),
+        ({"error": 5}, "error: expected a number below 1, as 0.05 for 5 %"),
+        ({"bits": 4, "evict": "knorm@0.5"}, "evict: expected None"),
+        ({"bits": 4, "schemes": "nvfp4,mxfp4"}, "schemes: expected formats that a QuantizedCache stores"),
+        ({"bits": 4, "judge": QUERIES}, "source: expected two queries or more of each sequence"),
+    ],
+)
+def test_refused(arrays, options, words):
+    with pytest.raises(KvkitError) as caught:
+        tools.study(arrays, **{"schemes": SCHEMES} | options)
+    assert words in str(caught.value)
+
+
+def test_sources_without_outputs_are_refused(arrays):
+    del arrays["query"]
+    with pytest.raises(KvkitError, match="source: expected queries, because a mix is chosen by the errors"):
+        tools.study(arrays, SCHEMES, bits=5)
+    with pytest.raises(KvkitError, match="study: expected bits or an error, for which it finds a mix"):
+        tools.study(arrays, SCHEMES).save_mix("mix.json")
+
+
+def test_other_schemes_are_compared_and_stay_out_of_the_mix(arrays):
+    found = tools.study(arrays, f"nvfp4,{SCHEMES}", bits=6, judge=HELD_BACK)
+    assert [one.scheme for one in found.summary] == ["nvfp4", *SCHEMES.split(","), found.mix.text]
