@@ -1,6 +1,5 @@
 """One door for files of any kind: arrays come back bit for bit, with what was said of them."""
 
-import json
 import os
 import struct
 import subprocess
@@ -195,11 +194,6 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, packag
         files.read(path)
 
 
-def test_names_that_are_no_list():
-    for names in (["cache.1"], ["cache.0", "cache.2"], ["cache.keys"], ["other"]):
-        assert files.nested(dict.fromkeys(names, np.zeros(2))) is None
-
-
 # Wrong files
 
 
@@ -291,14 +285,6 @@ def test_mutated_files_are_read_or_refused(tmp_path, rng, suffix, count):
     assert read
     assert errors
     assert all(map(str.isprintable, errors))
-
-
-def test_metadata_is_json(tmp_path):
-    files.write(tmp_path / "x.safetensors", np.zeros(3), SAID)
-    with open(tmp_path / "x.safetensors", "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        texts = json.loads(file.read(length))["__metadata__"]
-    assert json.loads(texts["kvkit"])["description"] == json.loads(json.dumps(SAID.to_dict()))
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".npy", ".safetensors"])

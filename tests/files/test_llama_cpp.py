@@ -171,15 +171,6 @@ def test_the_rotation_of_codes_is_undone(folder, tmp_path, name):
         tools.convert(target, None, format="float32", rotation="llama.cpp")
 
 
-def test_codes_without_a_rotation(folder):
-    """LLAMA_ATTN_ROT_DISABLE was set."""
-    found, floats = (
-        rows(folder / "unrotated.seq", sizes=HEADS)[0, 0],
-        rows(folder / "float.seq", sizes=HEADS)[0, 0],
-    )
-    assert np.abs(found - floats).max() < 0.1
-
-
 def test_pairs_of_keys(folder, tmp_path):
     path, model = folder / "whole.seq", folder / "llama.gguf"
     source, keys = with_model(path, model), rows(path, sizes=HEADS)[0]

@@ -88,24 +88,6 @@ def test_all_comes_out(tmp_path, rng, session, v_trans, kinds, streams):
         assert (" ; " in line, " kv" in line) == (bool(v_trans), kinds[1] is not None)
 
 
-def test_sliding_layers_are_a_second_cache(tmp_path, rng):
-    first, second = (random_memory(rng, (count,), F16, F16, layers) for count, layers in ((6, 2), (3, 4)))
-    data = llama_state.head(False, 2, []) + llama_state.memory(first, 0) + llama_state.memory(second, 0)
-    (tmp_path / "state").write_bytes(data)
-    found = files.read(tmp_path / "state")
-    assert_stream(found, "cache", "cache_cells", first[0], 0, ())
-    assert_stream(found, "sliding", "sliding_cells", second[0], 0, ())
-
-
-def test_a_session_without_outputs(tmp_path, rng):
-    made = random_memory(rng, (5,), F16, F16)
-    data = llama_state.head(True, 10, [7]) + llama_state.u32(5) + b"qwen3" + llama_state.memory(made, 0)
-    (tmp_path / "state").write_bytes(data)
-    found = files.read(tmp_path / "state")
-    assert (found.metadata["architecture"], "logits" in found.arrays) == ("qwen3", False)
-    assert_stream(found, "cache", "cache_cells", made[0], 0, ())
-
-
 @pytest.mark.parametrize(
     ("session", "version"), [(True, 11), (False, 4), (True, 8), (False, 1), (False, 2**31)]
 )

@@ -8,7 +8,7 @@ import pytest
 from verbs import kvkit as run
 
 from kvkit import KvkitError, files
-from kvkit.tools import convert, inspect, join
+from kvkit.tools import convert, join
 
 WRITTEN = Path(__file__).parents[1] / "files" / "written"
 RAW = [WRITTEN / f"org-model@2@{rank}@1234abcd@half.pt" for rank in (0, 1)]
@@ -21,22 +21,6 @@ def rows():
     """Keys and values of all heads, [kv, layers, tokens, heads, content]."""
     x = np.random.default_rng(5).standard_normal((2, LAYERS, TOKENS, HEADS, DIM))
     return x.astype(np.float16)
-
-
-@pytest.mark.parametrize(("paths", "sizes"), [(RAW, SIZES), (HEADED, {"h": HEADS // 2})])
-def test_ranks_make_a_whole_cache(tmp_path, paths, sizes):
-    found = files.read(paths[1])
-    assert (found.kind, found.metadata["rank"], found.metadata["hash"]) == (
-        "chunk of LMCache",
-        "1",
-        "1234abcd",
-    )
-    assert "heads a row has" in found.notes[0] or "give sizes={'l': L, " in found.notes[0]
-    assert inspect(paths[0], sizes=sizes).sizes == {"l": LAYERS, "n": TOKENS, "h": HEADS // 2, "c": DIM}
-    whole = convert(join(paths, sizes=sizes), tmp_path / "x.npz", to_layout="hf", verify=True)
-    for layer, sides in enumerate(whole.arrays["cache"]):
-        for side, x in zip(sides, rows(), strict=True):
-            np.testing.assert_array_equal(side[0].swapaxes(0, 1), x[layer])
 
 
 def test_names_say_what_bytes_do_not(tmp_path):

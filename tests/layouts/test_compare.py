@@ -60,36 +60,6 @@ def rotated(rng, blocks, page, heads, dim):
     return keys.astype(np.float32), values.astype(np.float32)
 
 
-def test_two_heads_that_no_shape_tells_apart(rng):
-    """[blocks, tokens, 2, 2 D]: 2 heads of key and value, or keys and values of 2 heads."""
-    keys, values = rotated(rng, 12, 16, 2, 64)
-    side_by_side = [np.concatenate([keys, values], -1)] * 2
-    planes = [np.stack([keys, values], 2).reshape(12, 16, 2, 128)] * 2
-    for arrays in (side_by_side, planes):
-        assert {"vllm-lbnhc", "lightllm", "jax"} <= set(fits(arrays))
-    assert set(fits(side_by_side, contents=True)) == {"vllm-lbnhc", "lmcache-bs-nh-two", "jax"}  # one layout
-    assert "lightllm" in fits(planes, contents=True)
-    assert "vllm-lbnhc" not in fits(planes, contents=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "twin"),
-    [
-        ("vllm-flash-attention", "vllm-flash-attention-hnd"),
-        ("vllm-lbhnc", "vllm-lbnhc"),
-        ("hf", "llama-cpp"),
-        ("flashinfer-hnd", "flashinfer-nhd"),
-    ],
-)
-def test_contents_tell_tokens_from_heads(name, twin, rng):
-    """With as many heads as tokens in a block both lines fit the shape."""
-    arrays = layouts.convert([rotated(rng, 16, 16, 16, 32)], "l kv | b n h c", name)
-    assert {name, twin} <= set(fits(arrays))
-    proposed = fits(arrays, contents=True)
-    assert name in proposed
-    assert twin not in proposed
-
-
 def test_layouts_whose_content_is_split_stay_proposed(rng):
     """Contents cannot speak for NZ; `inspect --stats` names it behind those they speak for."""
     arrays = layouts.convert([rotated(rng, 16, 16, 16, 32)], "l kv | b n h c", "vllm-ascend-nz")

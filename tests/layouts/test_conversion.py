@@ -7,8 +7,6 @@ import engine_caches
 import numpy as np
 import pytest
 from engine_caches import NAMES
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvkit import KvkitError, layouts
 from kvkit.layouts import tables
@@ -46,20 +44,6 @@ def test_all_pairs(name):
         if pair[0] == name:
             for changes in ({}, {"N": 2}, {"N": 1, "H": 1}):
                 check(pair, sizes_of_pair(pair, **{"N": 32, **changes}))
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    st.sampled_from(PAIRS),
-    st.fixed_dictionaries(
-        {
-            "L": st.integers(1, 3), "B": st.integers(1, 4), "N": st.sampled_from([1, 2, 5, 16, 48]),
-            "H": st.sampled_from([1, 2, 3, 16]), "C": st.sampled_from([16, 32, 48]),
-        }
-    ),
-)  # fmt: skip
-def test_pairs_of_any_size(pair, sizes):
-    check(pair, sizes_of_pair(pair, **sizes))
 
 
 LINES = ["vllm-lbnhc", "flashinfer-hnd", "pmx-dynamic-3", "ascend-nz", "vllm-v0", "lmdeploy-turbomind", "jax"]
@@ -118,26 +102,6 @@ def test_elements_of_any_size(dtype, rng):
         there = layouts.convert(source, "hf", line, verify=True)
         back = layouts.convert(there, line, "hf", sizes={"n": 5, "h": 2, "c": 12})
         assert engine_caches.same(back, [list(pair) for pair in source])
-
-
-def test_splits_that_do_not_divide_each_other():
-    source = np.arange(3 * 5 * 48, dtype=np.uint16).reshape(3, 5, 48)
-    there = layouts.convert(source, "| b n c", "| b c1 n c0[16]")
-    again = layouts.convert(there, "| b c1 n c0[16]", "| b c1 n c0[12]")
-    assert np.array_equal(layouts.convert(again, "| b c1 n c0[12]", "| b n c"), source)
-    assert again[1, 2, 3, 5] == source[1, 3, 2 * 12 + 5]
-
-
-def test_shared_rows_are_copied_for_each_and_left_rows_kept(rng):
-    """Two sequences may share rows of the source, and of both if they are the same."""
-    source = rng.integers(0, 99, (4, 2, 2, 3, 8)).astype(np.uint8)
-    old = tables.from_blocks([[3, 1], [3, 0]], [4, 3], 2)
-    to = tables.from_blocks([[0, 1], [0, 2]], [4, 3], 2)
-    out = np.full((5, 2, 2, 3, 8), 200, np.uint8)
-    layouts.convert(source, "flashinfer-nhd", "flashinfer-nhd", tables=(old, to), out=out)
-    expected = np.full_like(out, 200)
-    expected[0], expected[1], expected[2, :, 0] = source[3], source[1], source[0, :, 0]
-    assert np.array_equal(out, expected)
 
 
 def test_values_of_their_own_size(rng):

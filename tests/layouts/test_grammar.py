@@ -46,19 +46,6 @@ def test_aliases_name_one_layout():
 
 
 @pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("b n h c", "| b n h c"), ("  l|kv b  n h c ", "l | kv b n h c"), ("| b (h) n c", "| b h n c"),
-        ("kv | b n (h s)", "kv | b n (h s)"), ("n c", "| n c"),
-    ],
-)  # fmt: skip
-def test_one_form_of_writing(text, line):
-    assert str(parse(text)) == line
-    assert parse(parse(text)) is not None
-    assert str(parse(line)) == line
-
-
-@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("", "an axis of content"), ("nhd", "a line, such as"), (None, "a line, such as"),

@@ -106,12 +106,6 @@ def test_parts_of_a_batch(given_, random):
     assert padding[there].tolist() == np.array(pads)[there].tolist()
 
 
-def test_packed_pages_follow_each_other():
-    pages = tables.packed([7, 0, 4, 1], 4)
-    assert pages.table.tolist() == [[0, 4], [-1, -1], [8, -1], [12, -1]]
-    assert pages != tables.packed([7, 0, 4, 2], 4)
-
-
 PAGES = tables.from_blocks([[3, 1], [2, 0]], [5, 3], 3)
 REFUSED = {
     "page_size: expected a positive integer, got int 0": lambda: tables.from_blocks([[1]], [1], 0),
@@ -150,13 +144,6 @@ REFUSED = {
     r"new\[1\]: expected at most the 3 tokens of the sequence, got 4":
         lambda: tables.slot_mapping(PAGES, [1, 4]),
 }  # fmt: skip
-
-
-def test_the_last_block_there_may_be():
-    table = tables.from_blocks([[tables.MAX_ROW // 4]], [1], 4)
-    assert table.table.tolist() == [[tables.MAX_ROW]]
-    with pytest.raises(KvkitError, match=r"block_table\[0, 0\]: expected"):
-        tables.from_blocks([[tables.MAX_ROW // 4 + 1]], [1], 4)
 
 
 @pytest.mark.parametrize("message", REFUSED)

@@ -5,6 +5,7 @@ import struct
 
 import numpy as np
 import pytest
+from scenes import first_quick
 
 from kvkit import KvkitError, Rope
 from kvkit.cache import QuantizedCache
@@ -255,12 +256,13 @@ def test_names_of_models_are_read_as_people_write_them(tmp_path, monkeypatch):
 
 
 STORED = (
-    "kivi4", "kivi2:g64", "int8:g32", "int8", "int4:g16", "uint4:g32", "q8_0", "q8_0/q4_0", "fp8", "e4m3:g32",
-    "int4:g32+hadamard", "uint8:g16:channel/int4:float32",
+    "kivi4", "int4:g16", "q8_0/q4_0", "e4m3:g32",  # by channel, by group, in blocks, of 8 bits
+    "kivi2:g64", "int8:g32", "int8", "uint4:g32", "q8_0", "fp8", "int4:g32+hadamard",
+    "uint8:g16:channel/int4:float32",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("name", first_quick(STORED, 4))
 @pytest.mark.parametrize(("residual", "sink"), [(128, 4), (0, 0), (17, 9)])
 def test_a_quantized_cache_takes_so_much(name, residual, sink):
     """Sinks, recent tokens and windows are counted as the floats that they stay."""
