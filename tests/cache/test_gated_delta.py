@@ -88,6 +88,31 @@ def test_drafts_are_taken_back_by_capsules(kind, begin, accepted):
     np.testing.assert_allclose(model.step(layer, left, left + 3), expected, atol=2e-5)
 
 
+@kinds
+@pytest.mark.parametrize("begin", [0, 5])
+@pytest.mark.parametrize("left", [17, 18, 21, 24])
+def test_the_last_tokens_of_a_recorded_prompt_are_taken_back(kind, begin, left):
+    """A capsule of every token of a prompt would be larger than its keys and values."""
+    model, layer = Model(kind), layer_of(kind, drafts=7)
+    if begin:
+        model.step(layer, 0, begin)
+    layer.activate_past_recording()
+    out = model.step(layer, begin, 24)
+    np.testing.assert_allclose(out, model.expected(24)[0][:, begin:], atol=2e-5)
+    assert_states(layer, model.expected(24)[1])
+    assert [each.capsule.shape[1] for each in layer._recordings.values()] == [7]
+    other = copy.deepcopy(layer)
+    with pytest.raises(KvkitError, match=r"expected 0, .*17 or 24 tokens to stay, which it has states of"):
+        layer.crop(16)
+    layer.crop(left)
+    assert_states(layer, model.expected(left)[1])
+    expected = model.expected(left + 9)[0][:, left:]
+    np.testing.assert_allclose(model.step(layer, left, left + 9), expected, atol=2e-5)
+    other.crop(begin - 24)
+    out = model.step(other, begin, 24)
+    np.testing.assert_allclose(out, model.expected(24)[0][:, begin:], atol=2e-5)
+
+
 def test_rounds_of_drafts_as_assisted_generation_makes_them():
     model, layer, done = Model(tokens=60), layer_of(), 7
     model.step(layer, 0, done)

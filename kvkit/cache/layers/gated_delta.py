@@ -33,7 +33,7 @@ class GatedDeltaLayer(StateLayer):
     """A layer of the gated delta rule (Qwen3-Next, Kimi Linear): convolution, gates and rule in one `step`.
 
     Its state is the arrays ``recurrent`` [B, heads, dk, dv] and ``conv`` [B, channels, K - 1]. While the past
-    is recorded, a step is a checkpoint and a capsule of its tokens, so `crop` can take back any of them.
+    is recorded, a step is a checkpoint and a capsule of its last tokens, so `crop` can take back any of them.
     Recordings are not saved.
 
     Parameters
@@ -50,6 +50,9 @@ class GatedDeltaLayer(StateLayer):
         ``"gdn"``: a decay for each head. ``"kda"``: for each channel of keys.
     norm : bool
         Whether queries and keys are normed, as the models do.
+    drafts : int
+        How many tokens at the end of a recorded step have a capsule, 24 KB a token in Qwen3-Next. Of a longer
+        step (a prompt) all tokens can be taken back, those at its end, or none.
     checkpoint_every, max_checkpoints : int
         As in `StateLayer`.
 
@@ -79,6 +82,7 @@ class GatedDeltaLayer(StateLayer):
         *,
         kind: str = "gdn",
         norm: bool = True,
+        drafts: int = 64,
         checkpoint_every: int = 0,
         max_checkpoints: int = 4,
     ) -> None:
@@ -88,6 +92,7 @@ class GatedDeltaLayer(StateLayer):
         self.conv_channels = integer("conv_channels", conv_channels, 1)
         self.conv_width = integer("conv_width", conv_width, 1, WIDEST_CONV)
         self.kind, self.norm = text("kind", kind, KINDS), flag("norm", norm)
+        self.drafts = integer("drafts", drafts, 1)
         keys, rest = divmod(self.conv_channels - self.num_heads * self.dv, 2 * self.dk)
         if rest or keys < 1 or self.num_heads % keys:
             wanted = (
@@ -100,7 +105,7 @@ class GatedDeltaLayer(StateLayer):
         super().__init__(checkpoint_every, max_checkpoints)
 
     def describe(self) -> dict[str, Any]:
-        names = "dk", "dv", "conv_channels", "conv_width", "kind", "norm"
+        names = "dk", "dv", "conv_channels", "conv_width", "kind", "norm", "drafts"
         own = {"heads": self.num_heads} | {name: getattr(self, name) for name in names}
         return own | super().describe()
 
@@ -264,10 +269,33 @@ class GatedDeltaLayer(StateLayer):
         options: dict[str, Any] = {"g": g, "beta": beta, "state": state, "norm": self.norm}
         if not self.record_past or not count or window is None:
             return gated_delta_rule(*tokens, chunk=chunk, **options)[0]
-        output, _, capsule = gated_delta_rule(*tokens, return_capsule=count, **options)
-        gated_delta_replay(state, capsule, [count] * len(state))
+        early = max(count - self.drafts, 0)
+        outputs: list[Array] = []
+        if early:
+            parts = [
+                [each[:, rows] for each in (*tokens, g, beta)] for rows in (np.s_[:early], np.s_[early:])
+            ]
+            (*first, options["g"], options["beta"]), (*tokens, g, beta) = parts  # type: ignore[assignment]
+            outputs.append(gated_delta_rule(*first, chunk=chunk, **options)[0])
+            before, window = before + early, window[..., early:]
+            state = self._checkpoint(before, window)
+            options |= {"g": g, "beta": beta, "state": state}
+        output, _, capsule = gated_delta_rule(*tokens, return_capsule=count - early, **options)
+        gated_delta_replay(state, capsule, [count - early] * len(state))
         self._recordings = {**self._recordings, before: Recording(capsule, window)}
-        return output
+        return np.concatenate([*outputs, output], axis=1)
+
+    def _checkpoint(self, length: int, window: Array) -> Array:
+        """Copy the present state as a checkpoint, with the convolution's inputs there; return the state."""
+        version = self.store.free()
+        if version == NO_STATE:
+            self._change_store(self.store.geometry)
+            version = self.store.free()
+        arrays, state = self.store.arrays, self.states["recurrent"]
+        arrays["recurrent"][version] = state
+        arrays["conv"][version] = window[..., : self.conv_width - 1]
+        self.store.checkpoints = {**self.store.checkpoints, length: version}
+        return state
 
     # Removing tokens and changing the batch
 
