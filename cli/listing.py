@@ -41,6 +41,12 @@ def schemes() -> Iterator[Facts]:
     """Yield what may follow a format, and the schemes of one's own."""
     yield {"name": "FORMAT", "about": "one of `kvkit list formats`, with options: int8:g32, int4:channel"}
     yield {"name": "FORMAT/FORMAT", "about": "of keys, and of values: q8_0/q4_0"}
+    yield {"name": "K=FORMAT,V=FORMAT", "about": "the same, each with a rotation of its own"}
+    yield {
+        "name": "FORMAT@LAYERS/FORMAT",
+        "about": "a mix, also after K= and V=: int8@0,1,-1/int4:g32, int8@2:6/fp8",
+    }
+    yield {"name": "FILE.json", "about": "a mix that `kvkit study --bits` wrote"}
     for name, rotation in ROTATIONS.items():
         turned = "blocks" if any(rotation.block) else "whole heads"
         signs = ", after signs" if rotation.signs else ""

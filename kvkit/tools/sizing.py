@@ -13,6 +13,7 @@ from kvkit.checks.values import integer
 from kvkit.errors import argument_error, describe
 from kvkit.files.model_config import read_model
 from kvkit.formats.elements import BY_NAME, FLOATS
+from kvkit.formats.mixes import mix_named, mix_text, split_formats
 from kvkit.formats.schemes import Coded, schemes_named
 from kvkit.models.description import LayerShape
 from kvkit.tools.quantities import parse_bytes, token_counts
@@ -195,7 +196,8 @@ def size(
     batch : int or sequence of int
         How many sequences of that length the cache has.
     formats : str or sequence of str
-        Names of formats: see `study`. Such as ``"float16,q8_0,int4:g32"``. Scales are counted.
+        Names of formats, or mixes: see `study`. Such as ``"float16,q8_0,int8@0,-1/int4:g32"``. Scales are
+        counted.
     engine : {"exact", "kvkit", "transformers", "vllm", "llama.cpp"}
         The engine that rounds lengths up to pages and windows. "exact" counts the tokens attention can read.
         "kvkit" counts what a `DynamicCache` takes, and for formats a `QuantizedCache`: its sinks, recent
@@ -229,23 +231,30 @@ def size(
         raise argument_error("engine", f"one of {', '.join(ENGINES)}", describe(engine))
     rounding = ENGINES[engine]
     step = rounding.step if step is None else integer("step", step, 0)
-    distinct: dict[LayerShape, int] = {}
-    for layer in shape.layers:
-        layer = replace(layer, source=None)
-        distinct[layer] = distinct.get(layer, 0) + 1
-    layers = [part for layer, count in distinct.items() for part in stored_by(layer, count)]
-    names = [name.strip() for text in several(formats) for name in text.split(",")]
+    distinct: dict[LayerShape, list[int]] = {}
+    for i, layer in enumerate(shape.layers):
+        distinct.setdefault(replace(layer, source=None), []).append(i)
+    parts = [(each, own) for layer, own in distinct.items() for each in stored_by(layer, len(own))]
+    layers, numbers = [part for part, _ in parts], [own for _, own in parts]
+    names = [name for text in several(formats) for name in split_formats(text)]
     unquantized = {"residual_length": residual_length, "sink": sink}
     unquantized = {name: value for name, value in unquantized.items() if value is not None}
     if engine != "kvkit" and unquantized:
         wanted = "None but for engine 'kvkit', which has such tokens"
         raise argument_error(next(iter(unquantized)), wanted, next(iter(unquantized.values())))
+
+    def count_of(name: str) -> Count:
+        if engine == "kvkit" and BY_NAME.get(name) not in FLOATS:
+            return quantized_count(layers, name, **unquantized)
+        return plain_count(row_bits(name, layers))
+
     counts: dict[str, Count] = {}
     for name in names:
-        if engine == "kvkit" and BY_NAME.get(name) not in FLOATS:
-            counts[name] = quantized_count(layers, name, **unquantized)
+        mix = mix_named(name)
+        if mix.by_layer:
+            counts[name] = mixed_count(mix.of_layers(len(shape.layers)), numbers, count_of)
         else:
-            counts[name] = plain_count(row_bits(name, layers))
+            counts[name] = count_of(mix.text)
     batches = [integer("batch", each, 1) for each in several(batch)]
 
     def sized(tokens: int, batch: int, format: str) -> SizedCache:
@@ -294,6 +303,19 @@ Count = Callable[[int, SizedLayers, int], tuple[float, float]]
 def plain_count(bits: list[tuple[float, float]]) -> Count:
     """Return the bytes of rows that are all alike; `bits` is of `row_bits`."""
     return lambda i, layer, rows: (rows * bits[i][0] / 8, rows * bits[i][1] / 8)
+
+
+def mixed_count(
+    formats: Sequence[tuple[str, str]], numbers: Sequence[Sequence[int]], count_of: Callable[[str], Count]
+) -> Count:
+    """Return the mean bytes of rows in the layers of a part, whose `numbers` say which formats they have."""
+    counts = {pair: count_of(mix_text([pair])) for pair in set(formats)}
+
+    def count(i: int, layer: SizedLayers, rows: int) -> tuple[float, float]:
+        keys, values = np.mean([counts[formats[number]](i, layer, rows) for number in numbers[i]], 0)
+        return float(keys), float(values)
+
+    return count
 
 
 def quantized_count(layers: list[SizedLayers], format: str, **unquantized: Any) -> Count:

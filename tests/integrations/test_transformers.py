@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import json
 import pickle
 
 import numpy as np
@@ -20,6 +21,7 @@ from transformers_scenes import MODELS, SIZES, expected, generated, logits, mode
 
 import kvkit.cache
 from examples import run_examples
+from kvkit import KvkitError
 from kvkit.cache.stores import allocation
 from kvkit.integrations.transformers import KvkitCache, masks, pending
 from kvkit.integrations.transformers.attention import attention_forward
@@ -298,6 +300,28 @@ def test_without_our_mask_function_padding_is_seen(monkeypatch):
     wanted = expected(net, inputs)
     monkeypatch.delitem(AttentionMaskInterface._global_mapping, "kvkit")
     assert not torch.equal(generated(net, "kvkit", inputs, made(net, "dynamic")), wanted)
+
+
+def test_layers_have_the_formats_of_a_mix(tmp_path):
+    """A text, its file, and layers made by hand store the same bytes and generate the same tokens."""
+    net, counts, path = model("llama"), {"residual_length": 2, "sink": 1}, tmp_path / "mix.json"
+    path.write_text(json.dumps({"kvkit_mix": "K=int8:g16@0/uint4:g16,V=int4:g16", "num_layers": 2}))
+    net.set_attn_implementation("kvkit")
+    by_hand = kvkit.cache.Cache(
+        kvkit.cache.QuantizedLayer(key=key, value="int4:g16", **counts) for key in ("int8:g16", "uint4:g16")
+    )
+    mixes = "K=int8:g16@0/uint4:g16,V=int4:g16", "K=int8:g16@-2/uint4:g16,V=int4:g16", str(path)
+    caches = [KvkitCache(net.config, "quantized", format=each, **counts) for each in mixes]
+    caches += [KvkitCache.of(kvkit.cache.QuantizedCache.from_file(path, **counts), net.config)]
+    want = generated(net, "kvkit", prompt(9), KvkitCache.of(by_hand, net.config))
+    for cache in caches:
+        assert torch.equal(generated(net, "kvkit", prompt(9), cache), want)
+        for got, own in zip(cache.cache.layers, by_hand.layers, strict=True):
+            assert {name: x.tobytes() for name, x in got.arrays().items()} == {
+                name: x.tobytes() for name, x in own.arrays().items()
+            }
+    with pytest.raises(KvkitError, match="layers from -2 to 1, got 2"):
+        KvkitCache(net.config, "quantized", format="int8@2/int4")
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static", "quantized"])

@@ -158,3 +158,40 @@ def test_the_verb(tmp_path):
         done = CliRunner().invoke(main, ["study", *options])
         assert done.exit_code != 0
         assert said in done.output
+
+
+class MixedCoded(Coded):
+    """Codes keys and values by the formats of their layers."""
+
+    def __init__(self, pairs):
+        super().__init__(None)
+        self.pairs = pairs
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        coded = [
+            torch.from_numpy(formats.decode(formats.encode(states.numpy(), format), format))
+            for states, format in zip((key_states, value_states), self.pairs[layer_idx], strict=True)
+        ]
+        return DynamicCache.update(self, *coded, layer_idx, *args, **kwargs)
+
+
+def test_the_mix_of_a_model_and_formats_of_layers():
+    net, first = model("llama"), len(IDS) - 1 - 9
+    net.set_attn_implementation("sdpa")
+    found = study(net, IDS, "int2:g16:float16,int4:g16:float16,int8:g16:float16", bits=6, judge=9)
+    assert (found.summary[-1].scheme, found.mix.num_layers) == (found.mix.text, 2)
+    pairs = [tuple(pair) for _, *pair in found.mix.layers]
+    assert len({format for pair in pairs for format in pair}) > 1
+    tokens = torch.tensor([IDS])
+    with torch.inference_mode():
+        own, coded = (
+            net(input_ids=tokens[:, :-1], past_key_values=cache).logits[0, first:]
+            for cache in (None, MixedCoded(pairs))
+        )
+    perplexity = float(torch.nn.functional.cross_entropy(coded, tokens[0, first + 1 :]).exp())
+    assert found.summary[-1].perplexity == pytest.approx(perplexity, rel=1e-3)
+    agreement = float((coded.argmax(1) == own.argmax(1)).float().mean())
+    assert found.summary[-1].agreement == pytest.approx(agreement)
+    assert "over 9 tokens" in found.notes[-1]
+    again = study(net, IDS, found.mix.text)
+    assert again.summary[0].bits == found.mix.bits

@@ -258,7 +258,7 @@ def test_names_of_models_are_read_as_people_write_them(tmp_path, monkeypatch):
 STORED = (
     "kivi4", "int4:g16", "q8_0/q4_0", "e4m3:g32",  # by channel, by group, in blocks, of 8 bits
     "kivi2:g64", "int8:g32", "int8", "uint4:g32", "q8_0", "fp8", "int4:g32+hadamard",
-    "uint8:g16:channel/int4:float32",
+    "uint8:g16:channel/int4:float32", "K=int8:g32+hadamard,V=kivi2", "K=int8:g32@0/q8_0,V=kivi2@2/q4_0",
 )  # fmt: skip
 
 
@@ -266,18 +266,20 @@ STORED = (
 @pytest.mark.parametrize(("residual", "sink"), [(128, 4), (0, 0), (17, 9)])
 def test_a_quantized_cache_takes_so_much(name, residual, sink):
     """Sinks, recent tokens and windows are counted as the floats that they stay."""
-    config = transformer(2, 2, 64, layer_types=["full_attention", "sliding_attention"], sliding_window=50)
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    config = transformer(3, 2, 64, layer_types=kinds, sliding_window=50)
     for tokens in (1, 4, 60, 131, 300, 517):
         cache = QuantizedCache(
             name, residual_length=residual, sink=sink, layer_types=config["layer_types"], window=50
         )
         states = np.zeros((3, 2, tokens, 64), np.float16)
-        for i in range(2):
+        for i in range(3):
             for part in (states[:, :, :-1], states[:, :, -1:]):
                 if part.shape[2]:
                     cache.update(part, part, i)
             cache.layers[i].release_undo()
-        cache.layers[0].store.release_undo()  # copies of what the last step coded
+        for i in (0, 2):
+            cache.layers[i].store.release_undo()  # copies of what the last step coded
         options = {"residual_length": residual, "sink": sink, "engine": "kvkit"}
         (found,) = size(config, tokens=tokens, batch=3, formats=name, **options).caches
         assert found.bytes == cache.nbytes
