@@ -119,6 +119,8 @@ class ChosenMix:
         What was asked for: "4.5 bits" or "an error of 5 %".
     uniform : tuple of (str, float, float), or None
         The best single format within the same bits or error: its name, bits, and error as `error_measured`.
+    above_target : bool
+        Whether an error was asked for, and `error_measured` is above it.
     """
 
     text: str
@@ -132,6 +134,7 @@ class ChosenMix:
     held_back: int
     target: str
     uniform: tuple[str, float, float] | None = None
+    above_target: bool = False
 
 
 @dataclass(frozen=True)

@@ -256,6 +256,7 @@ def chosen_mix(
         held_back=min(held_back, measures.JUDGING),
         target=str(target),
         uniform=None if best is None else (best, bits[best], measured(best)),
+        above_target=target.error is not None and measured(found.text) > target.error,
     )
 
 

@@ -90,6 +90,8 @@ def mix_in_words(mix: ChosenMix | None) -> list[str]:
         f"the {mix.queries:,} queries before them chose the mix: error {mix.error_assumed:.2%}, if squared "
         f"errors of layers add{rounded}",
     ]
+    if mix.above_target:
+        lines.append("so it is above the error that was asked for: the held-back tokens lose more")
     if mix.uniform is None:
         lines.append("no single format reaches that")
     elif mix.uniform[0] != mix.text:
