@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from kvkit.calls.targets import Checks, definition
 from kvkit.errors import KvkitError, brief
 from kvkit.operators import Operator
 from kvkit_cli import complete, npz, show, watch
@@ -89,9 +90,7 @@ def run(
         arrays = {name: array for name, array in named_arrays.items() if name not in ignored}
         inputs, attributes = bind(op, source, arrays, settings)
         if only_check:
-            from kvkit_cuda.calls.checks import check
-
-            check(op, inputs | attributes)
+            Checks().call(definition(op.function()), inputs | attributes)
             results, seconds = (), None
         else:
             if threads is not None:

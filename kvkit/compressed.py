@@ -8,15 +8,16 @@ from typing import Any, SupportsIndex
 from numpy.typing import ArrayLike
 
 from kvkit.calls.compressed import compress
+from kvkit.calls.targets import CallTarget, operator
 from kvkit.checks.arguments import CompressArguments, SlotArguments
 from kvkit.checks.compressed import checked_compress, checked_compressed_slots, checked_rotation_back
-from kvkit.interop import returns_input_kind
 from kvkit.rope import Rope, as_rope
 from kvkit.typed import Array, Pair
 
 
-@returns_input_kind
+@operator
 def compress_tokens(
+    on: CallTarget,
     kv: Array,
     gate: Array,
     ape: Array,
@@ -97,11 +98,12 @@ def compress_tokens(
         kv, gate, ape, state, ratio=ratio, overlap=overlap, norm_weight=norm_weight, positions=positions,
         starts=starts, state_indices=state_indices, rope=as_rope(rope), eps=eps,
     )  # fmt: skip
-    return compress(checked_compress(call), out)
+    return compress(on.check(checked_compress, call), out)
 
 
-@returns_input_kind
+@operator
 def compressed_slots(
+    on: CallTarget,
     positions: ArrayLike,
     block_tables: ArrayLike,
     page_size: SupportsIndex,
@@ -148,15 +150,20 @@ def compressed_slots(
     array([-1, 14, -1, 15,  6, -1])
     """
     call = SlotArguments(positions, block_tables, page_size, ratio, sequence_of_token)
-    found, results = checked_compressed_slots(call)
+    found, results = on.check(checked_compressed_slots, call)
     (slots,) = results.arrays(out)
     slots[...] = found
     return slots
 
 
-@returns_input_kind
+@operator
 def rope_back(
-    output: Array, positions: ArrayLike, rope: Rope | Mapping[str, Any], *, out: Array | None = None
+    on: CallTarget,
+    output: Array,
+    positions: ArrayLike,
+    rope: Rope | Mapping[str, Any],
+    *,
+    out: Array | None = None,
 ) -> Array:
     """Rotate the last elements of attention outputs back, where rotated rows are values too.
 
@@ -194,7 +201,7 @@ def rope_back(
     >>> bool(np.allclose(kvkit.rope_back(rotated, [5], rope), x))
     True
     """
-    checked, placed, results = checked_rotation_back(output, positions, as_rope(rope))
+    checked, placed, results = on.check(checked_rotation_back, output, positions, as_rope(rope))
     (rotated,) = results.arrays(out)
     rotated[...] = placed.shift(output, -checked[:, None])
     return rotated

@@ -5,16 +5,16 @@ from __future__ import annotations
 from numpy.typing import ArrayLike
 
 from kvkit.calls.indexer import choose_rows, score_positions
+from kvkit.calls.targets import CallTarget, operator
 from kvkit.checks.arguments import ChoiceArguments, IndexerArguments
 from kvkit.checks.contexts import BlockTables
 from kvkit.checks.indexer import checked_choice, checked_scores
-from kvkit.checks.values import without_float8
-from kvkit.interop import returns_input_kind
 from kvkit.typed import Array
 
 
-@returns_input_kind
+@operator
 def indexer_scores(
+    on: CallTarget,
     query: Array,
     keys: Array,
     weights: Array,
@@ -73,22 +73,16 @@ def indexer_scores(
     >>> kvkit.indexer_scores(query, keys, weights, [[0]], [4]).round(4)
     array([[0.25, 1.5 , 3.  , 0.75]], dtype=float32)
     """
-    query = without_float8(query)
     call = IndexerArguments(
-        query,
-        keys,
-        weights,
-        block_tables,
-        context_lens,
-        query_starts,
-        key_scale=key_scale,
+        query, keys, weights, block_tables, context_lens, query_starts, key_scale=key_scale,
         softmax_scale=softmax_scale,
-    )
-    return score_positions(checked_scores(call), out)
+    )  # fmt: skip
+    return score_positions(on.check(checked_scores, call), out)
 
 
-@returns_input_kind
+@operator
 def topk_rows(
+    on: CallTarget,
     scores: Array,
     k: int,
     block_tables: BlockTables,
@@ -135,4 +129,5 @@ def topk_rows(
     >>> kvkit.topk_rows(scores, 2, [[7, 5]], page_size=2)
     array([[15, 10]], dtype=int32)
     """
-    return choose_rows(checked_choice(ChoiceArguments(scores, k, block_tables, page_size, query_starts)), out)
+    call = ChoiceArguments(scores, k, block_tables, page_size, query_starts)
+    return choose_rows(on.check(checked_choice, call), out)

@@ -8,9 +8,9 @@ import numpy as np
 
 from kvkit import cpu
 from kvkit.calls.prepared import PreparedCall, PreparedCalls
+from kvkit.calls.targets import CallTarget, operator
 from kvkit.checks.merge import checked_merge
 from kvkit.formats import Element
-from kvkit.interop import returns_input_kind
 from kvkit.typed import Array, Arrays, Pair
 
 MAX_PREPARED = 64  # prepared calls that are kept, one for each dtype, shape and number of parts
@@ -18,8 +18,8 @@ MAX_PREPARED = 64  # prepared calls that are kept, one for each dtype, shape and
 merges: PreparedCalls[PreparedCall] = PreparedCalls(MAX_PREPARED)
 
 
-@returns_input_kind
-def merge_attention_states(outputs: Arrays, lses: Arrays, *, out: Pair | None = None) -> Pair:
+@operator
+def merge_attention_states(on: CallTarget, outputs: Arrays, lses: Arrays, *, out: Pair | None = None) -> Pair:
     """Merge attention over parts of a context, by their log-sum-exps.
 
     Parts may be caches, shards on several machines, or a shared prefix. Up to float32 rounding, the result
@@ -60,7 +60,7 @@ def merge_attention_states(outputs: Arrays, lses: Arrays, *, out: Pair | None = 
     >>> attn_output[0, :, 0].round(4), np.exp(total[0]).round(4)
     (array([3., 4.], dtype=float32), array([2., 4.], dtype=float32))
     """
-    call = checked_merge(outputs, lses)
+    call = on.check(checked_merge, outputs, lses)
     out_arrays = None if out is None else call.results.checked(out)
     results = merge_checked(call.fmt, call.outputs, call.lses)
     if out_arrays is None:

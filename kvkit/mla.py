@@ -17,6 +17,7 @@ from kvkit.calls.latent import (
 )
 from kvkit.calls.pools import attend_to_pages
 from kvkit.calls.prepared import PreparedCalls, attend, form_of, one_or_all
+from kvkit.calls.targets import CallTarget, operator
 from kvkit.checks.arguments import LatentAppend, LatentArguments, PoolAttention, Scoring
 from kvkit.checks.contexts import BlockTables, Contexts
 from kvkit.checks.latent import (
@@ -29,7 +30,6 @@ from kvkit.checks.latent import (
 )
 from kvkit.checks.values import without_float8
 from kvkit.formats import FLOAT32
-from kvkit.interop import returns_input_kind
 from kvkit.layouts.tables import starts_of
 from kvkit.merge import merge_checked
 from kvkit.models.configuration import read_latent_scale
@@ -67,8 +67,9 @@ def mla_scale(config: Any) -> float:
     return read_latent_scale(config)
 
 
-@returns_input_kind
+@operator
 def mla_attention(
+    on: CallTarget,
     query: Array | Pair,
     latent: Array,
     block_tables: BlockTables | None = None,
@@ -162,14 +163,23 @@ def mla_attention(
     >>> kvkit.mla_attention(query, latent, [[0]], [3], softmax_scale=0.5, value_dim=3).round(4)
     array([[[ 0.7849, -0.2151,  0.4246]]], dtype=float32)
     """
-    query = without_float8(query)
-    given, form = LatentArguments(
+    given = LatentArguments(
         query, latent, block_tables, context_lens, query_starts, softmax_scale=softmax_scale,
         rope_cache=rope_cache, value_dim=value_dim, indices=indices, index_lens=index_lens, extra=extra,
         format=format, is_causal=is_causal, sinks=sinks, lse_of_sinks=lse_of_sinks, return_lse=return_lse,
-    ), None  # fmt: skip
-    if rope_cache is indices is index_lens is extra is format is sinks is None:
-        form = form_of((query, latent), (softmax_scale, value_dim, is_causal, return_lse, lse_of_sinks))
+    )  # fmt: skip
+    return on.repeat(checked_latent_attention, attend_to_latent, (given,), out)
+
+
+def attend_to_latent(given: LatentArguments, out: Array | Pair | None) -> Attended:
+    """Run `mla_attention`; calls over one pool of floats are checked as those of `paged_attention` are."""
+    query, latent, form = without_float8(given.query), given.latent, None
+    if query is not given.query:
+        given = given._replace(query=query)
+    others = given.rope_cache, given.indices, given.index_lens, given.extra, given.format, given.sinks
+    if all(each is None for each in others):
+        attributes = given.value_dim, given.is_causal, given.return_lse, given.lse_of_sinks
+        form = form_of((query, latent), (given.softmax_scale, *attributes))
         if legal_forms.find(form):
             return attend_to_pages(attention_to_pool(given), out)
     call = checked_latent_attention(given)
@@ -274,8 +284,9 @@ def apply_sinks(output: Array, lse: Array, call: LatentCall) -> Pair:
     return output * share[..., None], lse if call.sinks_last else np.logaddexp(lse, sinks)
 
 
-@returns_input_kind
+@operator
 def mla_append(
+    on: CallTarget,
     latent: Array,
     rope: Array,
     cache: Array,
@@ -323,12 +334,13 @@ def mla_append(
     >>> cache[1, 2]
     array([1., 2., 5.], dtype=float32)
     """
-    scatter_rows(*checked_latent_append(LatentAppend(latent, rope, cache, slot_mapping, rope_cache, format)))
+    given = LatentAppend(latent, rope, cache, slot_mapping, rope_cache, format)
+    scatter_rows(*on.check(checked_latent_append, given))
     return cache
 
 
-@returns_input_kind
-def mla_absorb(query: Array, w_uk: Array, *, out: Array | None = None) -> Array:
+@operator
+def mla_absorb(on: CallTarget, query: Array, w_uk: Array, *, out: Array | None = None) -> Array:
     """Multiply unrotated parts of queries with the up-projection of keys: latent rows are keys for them.
 
     Parameters
@@ -361,11 +373,11 @@ def mla_absorb(query: Array, w_uk: Array, *, out: Array | None = None) -> Array:
     >>> kvkit.mla_absorb(np.array([[[1, -1]]], np.float32), w_uk)
     array([[[ 1., -1.,  1.]]], dtype=float32)
     """
-    return multiply_heads(checked_absorb(query, w_uk), out)
+    return multiply_heads(on.check(checked_absorb, query, w_uk), out)
 
 
-@returns_input_kind
-def mla_expand(latent_output: Array, w_uv: Array, *, out: Array | None = None) -> Array:
+@operator
+def mla_expand(on: CallTarget, latent_output: Array, w_uv: Array, *, out: Array | None = None) -> Array:
     """Multiply attention outputs over latent rows with the up-projection of values.
 
     Parameters
@@ -398,4 +410,4 @@ def mla_expand(latent_output: Array, w_uv: Array, *, out: Array | None = None) -
     >>> kvkit.mla_expand(np.array([[[1, 0, 3]]], np.float32), w_uv)
     array([[[1., 3.]]], dtype=float32)
     """
-    return multiply_heads(checked_expand(latent_output, w_uv), out)
+    return multiply_heads(on.check(checked_expand, latent_output, w_uv), out)

@@ -7,18 +7,17 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-from kvkit.calls.pools import append_to_pools, as_floats, attend_to_pages, copy_blocks
+from kvkit.calls.pools import append_to_pools, attend_to_pages, copy_blocks
+from kvkit.calls.targets import CallTarget, operator, repeated_operator
 from kvkit.checks.arguments import PoolAttention, PoolTransfer, Scoring
-from kvkit.checks.paged import checked_append, checked_swap
-from kvkit.interop import returns_input_kind
+from kvkit.checks.paged import checked_append, checked_paged_attention, checked_swap
 from kvkit.rope import Rope, as_rope
-from kvkit.runtime.repeats import repeatable
 from kvkit.typed import Array, Arrays, Attended
 
 
-@returns_input_kind
-@repeatable
+@repeated_operator
 def paged_attention(
+    on: CallTarget,
     query: Array,
     key_cache: Array,
     value_cache: Array | None,
@@ -123,16 +122,17 @@ def paged_attention(
     array([1., 2., 3.], dtype=float32)
     """
     call = PoolAttention(
-        as_floats(query), key_cache, value_cache, block_tables, context_lens, query_starts, layout=layout,
+        query, key_cache, value_cache, block_tables, context_lens, query_starts, layout=layout,
         key_scale=key_scale, value_scale=value_scale, alibi_slopes=alibi_slopes,
         scoring=Scoring(attn_mask, is_causal, False, softmax_scale, window, softcap, sinks),
         return_lse=return_lse, return_key_weights=return_key_weights, quant_format=quant_format,
     )  # fmt: skip
-    return attend_to_pages(call, out)
+    return on.repeat(checked_paged_attention, attend_to_pages, (call,), out)
 
 
-@returns_input_kind
+@operator
 def paged_append(
+    on: CallTarget,
     key: Array | None,
     value: Array | None,
     key_cache: Array | None,
@@ -214,12 +214,12 @@ def paged_append(
         key, value, key_cache, value_cache, slot_mapping, layout=layout, key_scale=key_scale,
         value_scale=value_scale, positions=positions, rope=as_rope(rope),
     )  # fmt: skip
-    append_to_pools(checked_append(call))
+    append_to_pools(on.check(checked_append, call))
     return key_cache, value_cache
 
 
-@returns_input_kind
-def swap_blocks(source: Array, target: Array, pairs: ArrayLike) -> Array:
+@operator
+def swap_blocks(on: CallTarget, source: Array, target: Array, pairs: ArrayLike) -> Array:
     """Copy blocks from one cache to another, or within one.
 
     For each pair (s, d), ``source[s]`` is copied to ``target[d]``.
@@ -254,5 +254,5 @@ def swap_blocks(source: Array, target: Array, pairs: ArrayLike) -> Array:
     array([[4., 5.],
            [0., 0.]], dtype=float32)
     """
-    copy_blocks(source, target, *checked_swap(source, target, pairs))
+    copy_blocks(on.check(checked_swap, source, target, pairs))
     return target

@@ -7,7 +7,7 @@ from typing import Any, SupportsIndex
 
 from numpy.typing import ArrayLike
 
-from kvkit.calls.pools import PlannedPages, as_floats
+from kvkit.calls.pools import PlannedPages
 from kvkit.checks.arguments import PoolAttention, PoolTransfer, Scoring
 from kvkit.checks.contexts import checked_plan
 from kvkit.interop import returns_input_kind
@@ -119,7 +119,7 @@ class PagedPlan:
     ) -> Attended:
         """Run `paged_attention` for the contexts."""
         call = PoolAttention(
-            as_floats(query), key_cache, value_cache, (), (), None, layout=layout, key_scale=key_scale,
+            query, key_cache, value_cache, (), (), None, layout=layout, key_scale=key_scale,
             value_scale=value_scale, alibi_slopes=alibi_slopes,
             scoring=Scoring(attn_mask, is_causal, False, softmax_scale, window, softcap, sinks),
             return_lse=return_lse, return_key_weights=return_key_weights, quant_format=quant_format,

@@ -7,6 +7,7 @@ from typing import Any
 from numpy.typing import ArrayLike
 
 from kvkit.calls.recurrent import compute_gates, convolve, replay, run_delta
+from kvkit.calls.targets import CallTarget, operator
 from kvkit.checks.arguments import (
     ConvArguments,
     DeltaArguments,
@@ -21,12 +22,12 @@ from kvkit.checks.recurrent import (
     checked_prompt,
     checked_replay,
 )
-from kvkit.interop import returns_input_kind
 from kvkit.typed import Array, Pair
 
 
-@returns_input_kind
+@operator
 def gated_delta_step(
+    on: CallTarget,
     q: Array,
     k: Array,
     v: Array,
@@ -113,11 +114,12 @@ def gated_delta_step(
         state_layout=state_layout, gates=gates, rule=rule, state_indices=state_indices,
         out_state_indices=out_state_indices, one_token=True, out=out,
     )  # fmt: skip
-    return run_delta(checked_delta(given), out)[0]
+    return run_delta(on.check(checked_delta, given), out)[0]
 
 
-@returns_input_kind
+@operator
 def gated_delta_rule(
+    on: CallTarget,
     q: Array,
     k: Array,
     v: Array,
@@ -212,7 +214,7 @@ def gated_delta_rule(
         state_layout=state_layout, gates=gates, rule=rule, state_indices=state_indices, starts=starts,
         lengths=lengths, out=out,
     )  # fmt: skip
-    call = checked_prompt(given, PromptArguments(chunk, return_states, return_capsule))
+    call = on.check(checked_prompt, given, PromptArguments(chunk, return_states, return_capsule))
     output, more = run_delta(call.delta, out, call.chunk, call.return_states, call.capsule_rows)
     if call.return_states:
         more = more.reshape(*call.delta.shape[:-2], *more.shape[1:])
@@ -220,8 +222,9 @@ def gated_delta_rule(
     return (output, state) if more is None else (output, state, more)
 
 
-@returns_input_kind
+@operator
 def gated_delta_replay(
+    on: CallTarget,
     state: Array,
     capsule: Array,
     accepted: ArrayLike,
@@ -273,12 +276,14 @@ def gated_delta_replay(
     >>> bool(np.allclose(state, two, atol=1e-6))
     True
     """
-    replay(checked_replay(ReplayArguments(state, capsule, accepted, state_indices, state_layout)))
+    given = ReplayArguments(state, capsule, accepted, state_indices, state_layout)
+    replay(on.check(checked_replay, given))
     return state
 
 
-@returns_input_kind
+@operator
 def delta_gates(
+    on: CallTarget,
     a: Array,
     b: Array,
     a_log: Array,
@@ -334,12 +339,13 @@ def delta_gates(
     (array([[-0.6931]], dtype=float32), array([[0.5]], dtype=float32))
     """
     given = GateArguments(a, b, a_log, dt_bias, kind, lower_bound, double_beta)
-    g, beta = compute_gates(checked_delta_gates(given), out)
+    g, beta = compute_gates(on.check(checked_delta_gates, given), out)
     return g, beta
 
 
-@returns_input_kind
+@operator
 def causal_conv(
+    on: CallTarget,
     x: Array,
     weight: Array,
     bias: Array | None = None,
@@ -399,11 +405,12 @@ def causal_conv(
     (array([ 1., 12., 23.], dtype=float32), array([[3.]], dtype=float32))
     """
     given = ConvArguments(x, weight, bias, state, state_indices, activation, starts, out=out)
-    return convolve(checked_conv(given), out)
+    return convolve(on.check(checked_conv, given), out)
 
 
-@returns_input_kind
+@operator
 def causal_conv_update(
+    on: CallTarget,
     x: Array,
     weight: Array,
     bias: Array | None = None,
@@ -451,4 +458,4 @@ def causal_conv_update(
     (array([[23.]], dtype=float32), array([[[3.]]], dtype=float32))
     """
     given = ConvArguments(x, weight, bias, state, state_indices, activation, one_token=True, out=out)
-    return convolve(checked_conv(given), out)[0]
+    return convolve(on.check(checked_conv, given), out)[0]

@@ -10,12 +10,10 @@ import os
 import re
 import textwrap
 
-import kvkit
 from kvkit.operators import OPERATORS
-from kvkit.operators.arrays import INDEX
 from kvkit_cuda.device_runtime import needs
+from kvkit_cuda.names import inputs, origin
 
-NOT_READ = ("sequences",)  # index tensors of which only the shape is used; they may be on a device
 WHERE = """`kvkit.{path}` on a CUDA device. Arrays of a device (with the CUDA array interface or DLPack) are
 used in place. Numpy arrays are copied to the current device, and back if they change."""
 RESULTS = """Without `out`, results are new arrays of the library and device of `{first}`."""
@@ -90,11 +88,6 @@ def parameter(name, default):
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
-def origin(path):
-    """Return the function of `kvkit` at a path, an operator or a method."""
-    return functools.reduce(getattr, path.split("."), kvkit)
-
-
 def on_device(path, *notes, own=None, then=None):
     """Return the operator for a GPU that mirrors the function of `kvkit` at a path.
 
@@ -126,14 +119,6 @@ def kernels():
     if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
         needs.packages()
     return importlib.import_module("kvkit_cuda.calls.operators")
-
-
-@functools.cache
-def inputs(path):
-    """Return the names of an operator's arrays and of its index tensors."""
-    names = OPERATORS[path].inputs
-    arrays = [each.name for each in names if each.dtypes is not INDEX or each.name in NOT_READ]
-    return arrays, [each.name for each in names if each.name not in arrays]
 
 
 def docstring(path, function, notes, more):

@@ -33,8 +33,8 @@ FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms.split()}
 # What the twin on CUDA has from floors above 3: functions that make index tensors; names, arguments, words;
 # frequencies and angles, which have the CPU's bits because they are the CPU's; latent rows.
 OF_THE_HOST = {
-    ("kvkit_cuda.ascend", "kvkit.ascend"), ("kvkit_cuda.calls.checks", "kvkit.rope"),
-    ("kvkit_cuda.mirror", "kvkit"), ("kvkit_cuda.positions.angles", "kvkit.cpu"),
+    ("kvkit_cuda.ascend", "kvkit.ascend"), ("kvkit_cuda.calls.checks", "kvkit.calls.targets"),
+    ("kvkit_cuda.names", "kvkit"), ("kvkit_cuda.positions.angles", "kvkit.cpu"),
     ("kvkit_cuda.calls.latent", "kvkit.calls.indexer"), ("kvkit_cuda.calls.latent", "kvkit.calls.latent"),
 }  # fmt: skip
 # Imports in functions, by file, and why they are not at its top.
@@ -59,7 +59,7 @@ LATE = {
     "cli.study": {"kvkit.integrations.transformers", "transformers", "transformers.utils.logging"},
     "cli.warm": {"kvkit_cuda.device_runtime"},
     "cli.warming": {"kvkit_cuda"},
-    "cli.run": {"numba", "kvkit_cuda.calls.checks"},
+    "cli.run": {"numba"},
 }
 
 

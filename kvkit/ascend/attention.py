@@ -7,15 +7,16 @@ from numpy.typing import ArrayLike
 
 from kvkit import cpu
 from kvkit.calls.prepared import attention_launches, one_or_all
+from kvkit.calls.targets import CallTarget, operator
 from kvkit.checks.arguments import BlockAttention, Scoring
 from kvkit.checks.ascend.attention import checked_block_attention, folded_shape, with_bias
 from kvkit.checks.values import one_piece
-from kvkit.interop import returns_input_kind
 from kvkit.typed import Array, Attended, Pair
 
 
-@returns_input_kind
+@operator
 def paged_attention(
+    on: CallTarget,
     query: Array,
     key_cache: Array,
     value_cache: Array,
@@ -86,7 +87,7 @@ def paged_attention(
         query, key_cache, value_cache, block_tables, context_lens, razor_offset,
         scoring=Scoring(None, False, False, softmax_scale, window, softcap, sinks), return_lse=return_lse,
     )  # fmt: skip
-    call = checked_block_attention(arguments)
+    call = on.check(checked_block_attention, arguments)
     results, (contexts, heads), weights = call.results.arrays(out), folded_shape(call), call.weights
     if call.row_bias is not None:
         offsets, blocks = call.row_bias

@@ -9,14 +9,15 @@ from numpy.typing import ArrayLike
 
 from kvkit import checks, cpu
 from kvkit.calls.pools import copy_blocks
+from kvkit.calls.targets import CallTarget, operator
 from kvkit.checks.arguments import BlockLoad
 from kvkit.checks.ascend import blocks
-from kvkit.interop import returns_input_kind
 from kvkit.typed import Array, Values
 
 
-@returns_input_kind
+@operator
 def paged_cache_load(
+    on: CallTarget,
     key_cache: Array,
     value_cache: Values,
     block_tables: ArrayLike,
@@ -70,7 +71,7 @@ def paged_cache_load(
     array([5., 6., 1., 7., 8., 0., 0.], dtype=float16)
     """
     arguments = BlockLoad(key_cache, value_cache, block_tables, seq_lens, seq_starts, cache_format)
-    call = blocks.checked_load(arguments)
+    call = on.check(blocks.checked_load, arguments)
     if isinstance(out, (tuple, list)) and value_cache is None:
         out = out[:1]  # an array for values is ignored
     results: Any = call.results.arrays(out, new=np.zeros)
@@ -89,9 +90,9 @@ def paged_cache_load(
     return results[0], None if value_cache is None else results[1]
 
 
-@returns_input_kind
+@operator
 def block_copy(
-    key_cache: Array, value_cache: Values, src: ArrayLike, dst: ArrayLike, cum_sum: ArrayLike
+    on: CallTarget, key_cache: Array, value_cache: Values, src: ArrayLike, dst: ArrayLike, cum_sum: ArrayLike
 ) -> tuple[Array, Values]:
     """Copy blocks of a cache over other blocks of the same cache.
 
@@ -131,8 +132,5 @@ def block_copy(
     >>> cache.ravel()
     array([10., 14., 10., 14., 14.], dtype=float32)
     """
-    caches = blocks.named_caches(key_cache, value_cache)
-    src, dst = blocks.checked_copy(caches, src, dst, cum_sum)
-    for _, cache in caches:
-        copy_blocks(cache, cache, src, dst)
+    copy_blocks(on.check(blocks.checked_copy, key_cache, value_cache, src, dst, cum_sum))
     return key_cache, value_cache

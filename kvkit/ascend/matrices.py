@@ -6,13 +6,13 @@ from typing import SupportsIndex
 
 import numpy as np
 
+from kvkit.calls.targets import CallTarget, operator
 from kvkit.checks.ascend import matrices
-from kvkit.interop import returns_input_kind
 from kvkit.typed import Array
 
 
-@returns_input_kind
-def nd_to_nz(x: Array, *, out: Array | None = None) -> Array:
+@operator
+def nd_to_nz(on: CallTarget, x: Array, *, out: Array | None = None) -> Array:
     """Convert matrices to the NZ format: groups of columns of 32 bytes, with rows padded to a multiple of 16.
 
     Parameters
@@ -43,7 +43,7 @@ def nd_to_nz(x: Array, *, out: Array | None = None) -> Array:
     array([[ 8.,  9.,  0.,  0.,  0.,  0.,  0.,  0.],
            [18., 19.,  0.,  0.,  0.,  0.,  0.,  0.]], dtype=float32)
     """
-    call = matrices.checked_nd(x)
+    call = on.check(matrices.checked_nd, x)
     (y,) = call.results.arrays(out)
     x, (_, groups, _, n0) = call.source, call.shape
     batch, rows, columns = x.shape
@@ -54,8 +54,10 @@ def nd_to_nz(x: Array, *, out: Array | None = None) -> Array:
     return y
 
 
-@returns_input_kind
-def nz_to_nd(y: Array, m: SupportsIndex, n: SupportsIndex, *, out: Array | None = None) -> Array:
+@operator
+def nz_to_nd(
+    on: CallTarget, y: Array, m: SupportsIndex, n: SupportsIndex, *, out: Array | None = None
+) -> Array:
     """Convert matrices from the NZ format to row-major order: the inverse of `nd_to_nz`.
 
     Parameters
@@ -87,7 +89,7 @@ def nz_to_nd(y: Array, m: SupportsIndex, n: SupportsIndex, *, out: Array | None 
     >>> np.array_equal(kvkit.ascend.nz_to_nd(kvkit.ascend.nd_to_nz(x), 2, 10), x)
     True
     """
-    call = matrices.checked_nz(y, m, n)
+    call = on.check(matrices.checked_nz, y, m, n)
     (x,) = call.results.arrays(out)
     batch, rows, columns = call.shape
     padded = y[:, :, :rows].transpose(0, 2, 1, 3).reshape(batch, rows, y.shape[1] * y.shape[3])

@@ -7,16 +7,17 @@ from typing import Literal
 from numpy.typing import ArrayLike
 
 from kvkit import cpu
+from kvkit.calls.targets import CallTarget, operator
 from kvkit.checks.arguments import BlockStore, Windows
 from kvkit.checks.ascend.reshape import checked_reshape
 from kvkit.checks.values import one_piece
-from kvkit.interop import returns_input_kind
 from kvkit.operators.compression import CompressType
 from kvkit.typed import Array, Values
 
 
-@returns_input_kind
+@operator
 def reshape_and_cache(
+    on: CallTarget,
     key: Array,
     value: Values,
     key_cache: Array,
@@ -91,7 +92,7 @@ def reshape_and_cache(
         key, value, key_cache, value_cache, slot_mapping, compress_type=compress_type,
         windows=Windows(wins, seq_lens, offset_index), cache_format=cache_format, empty_window=empty_window,
     )  # fmt: skip
-    call = checked_reshape(arguments)
+    call = on.check(checked_reshape, arguments)
     if len(call.pieces):
         packed = [  # a compressed mode stores the heads of a token in different rows
             one_piece(tokens) if call.mode else tokens.reshape(len(tokens), *cache.shape[2:])

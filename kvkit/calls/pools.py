@@ -22,6 +22,7 @@ from kvkit.checks import index_tensors
 from kvkit.checks.arguments import PoolAttention, PoolTransfer
 from kvkit.checks.contexts import Contexts
 from kvkit.checks.paged import PoolAppend, checked_append, checked_paged_attention
+from kvkit.checks.pools import BlockCopy
 from kvkit.formats import elements
 from kvkit.runtime import repeats
 from kvkit.runtime.arrays import addresses_of, empty_result
@@ -43,11 +44,12 @@ OWNERS = {  # the array that an address of attention to pools points into
 }  # fmt: skip
 
 
-def as_floats(query: Array) -> Array:
-    """Return queries; 8-bit floats are widened to float32."""
+def with_floats(call: PoolAttention) -> PoolAttention:
+    """Return a call whose queries of 8-bit floats are widened to float32."""
+    query = call.query
     if isinstance(query, np.ndarray) and query.dtype in FLOATS8:
-        return query.astype(np.float32)
-    return query
+        return call._replace(query=query.astype(np.float32))
+    return call
 
 
 def append_to_pools(call: PoolAppend) -> None:
@@ -98,6 +100,7 @@ class PlannedPages:
 
     def attend(self, call: PoolAttention, out: Array | Arrays | None) -> Attended:
         """Run `paged_attention`. Calls with a mask, slopes, sinks or scales of heads are always checked."""
+        call = with_floats(call)
         scoring, (scales, numbers, are_read) = call.scoring, scales_of(call)
         results: Any = tuple(out) if is_pair(out) else (out,)  # type: ignore[arg-type]
         pools, form = (call.key_cache, call.value_cache), None
@@ -163,7 +166,7 @@ def attend_to_pages(call: PoolAttention, out: Array | Arrays | None) -> Attended
     tensors: list[Any] = [*tables, call.context_lens, call.query_starts]
     form = None if index_tensors.VALIDATES else form_of(tensors, ())
     if form is None or sum(each.nbytes for each in tensors if each is not None) > MOST_BYTES:
-        return attend(checked_paged_attention(call), out)
+        return attend(checked_paged_attention(with_floats(call)), out)
     known, pages = latest.take(form) or ([], None)
     if pages is None or not all(a is b or np.array_equal(a, b) for a, b in zip(known, tensors, strict=True)):
         known, pages = [None if each is None else each.copy() for each in tensors], PlannedPages()
@@ -205,8 +208,9 @@ def in_both(one: Array | None, other: Array | None) -> tuple[Array | None, Array
     return (other if one is None else one), (one if other is None else other)
 
 
-def copy_blocks(source: Array, target: Array, src: Array, dst: Array) -> None:
+def copy_blocks(call: BlockCopy) -> None:
     """Copy checked blocks, some at a time, so that numpy's temporary copy stays in a core's cache."""
-    step = max(1, COPIED_BYTES * len(source) // max(source.nbytes, 1))
-    for i in range(0, len(src), step):
-        target[dst[i : i + step]] = source[src[i : i + step]]
+    for source, target in call.arrays:
+        step = max(1, COPIED_BYTES * len(source) // max(source.nbytes, 1))
+        for i in range(0, len(call.src), step):
+            target[call.dst[i : i + step]] = source[call.src[i : i + step]]

@@ -17,7 +17,6 @@ import numpy as np
 from kvkit import cpu
 from kvkit.checks.arguments import KeyAttention
 from kvkit.checks.attention import AttentionCall, checked_attention
-from kvkit.checks.index_tensors import Static
 from kvkit.checks.key_value_cache import TransferCall
 from kvkit.checks.records import NO_MASK, MaskPlace, StepIndex
 from kvkit.runtime import repeats
@@ -323,7 +322,7 @@ def attend_to_keys(call: KeyAttention, out: Array | Arrays | None) -> Attended:
         if prepared.run((*arrays, result)):
             attentions.keep(form, prepared)
             return result
-    checked = checked_attention(Static(), call)
+    checked = checked_attention(call)
     results = checked.results.arrays(out)
     launches = attention_launches(checked, results)
     cpu.launches.start(*launches)

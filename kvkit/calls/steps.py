@@ -130,7 +130,7 @@ class PlannedStep:
                 results = out
             if prepared.run((*arrays, *results)):
                 return results[0], results[1]
-        checked = checked_key_value_cache(self._sequences, call)
+        checked = checked_key_value_cache(call, self._sequences)
         key, value = checked.results.arrays(out)
         launches = transfer_launches(checked, key, value)
         cpu.launches.start(*launches)
@@ -154,7 +154,7 @@ class PlannedStep:
             result: Any = empty_result(call.query.shape, call.query.dtype) if out is None else out
             if prepared.run((*arrays, result), Refit(int(self.words[0]))):
                 return result
-        checked = checked_cache_attention(self._sequences, call)
+        checked = checked_cache_attention(call, self._sequences)
         results = checked.results.arrays(out)
         launches = attention_launches(checked, results)
         cpu.launches.start(*launches)
@@ -173,18 +173,14 @@ class PlannedStep:
 planned_steps: PreparedCalls[PlannedStep] = PreparedCalls(MOST)
 
 
-def load_packed(index: StepArguments, call: CacheTransfer, out: Pair | None) -> Pair:
-    """Run `key_value_cache` for packed sequences."""
-    step, form = take_packed(index, "current_key", call.current_key)
-    results = step.load(call, out)
-    planned_steps.keep(form, step)
-    return results
-
-
-def attend_packed(index: StepArguments, call: CacheAttention, out: Array | Pair | None) -> Attended:
-    """Run `multi_head_cache_attention` for packed sequences."""
-    step, form = take_packed(index, "query", call.query)
-    results = step.attend(call, out)
+def run_in_cache(where: SupportsIndex | StepArguments, call: CacheTransfer | CacheAttention, out: Any) -> Any:
+    """Run `key_value_cache` or `multi_head_cache_attention` from a position on, or for packed sequences."""
+    tokens = call.query if isinstance(call, CacheAttention) else call.current_key
+    if isinstance(where, StepArguments):
+        step, form = take_packed(where, call._fields[0], tokens)
+    else:
+        step, form = take_static(where, tokens)
+    results = step.attend(call, out) if isinstance(call, CacheAttention) else step.load(call, out)
     planned_steps.keep(form, step)
     return results
 
@@ -202,22 +198,6 @@ def take_packed(index: StepArguments, name: str, tokens: Array) -> tuple[Planned
         step = PlannedStep(sequences, MOST, tensors=tensors if form else ())  # type: ignore[arg-type]
     repeats.note_tensors(tensors if form else (), step.numbers)
     return step, form
-
-
-def load_static(start_pos: SupportsIndex, call: CacheTransfer, out: Pair | None) -> Pair:
-    """Run `key_value_cache` for sequences of one length."""
-    step, form = take_static(start_pos, call.current_key)
-    results = step.load(call, out)
-    planned_steps.keep(form, step)
-    return results
-
-
-def attend_static(start_pos: SupportsIndex, call: CacheAttention, out: Array | Pair | None) -> Attended:
-    """Run `multi_head_cache_attention` for sequences of one length."""
-    step, form = take_static(start_pos, call.query)
-    results = step.attend(call, out)
-    planned_steps.keep(form, step)
-    return results
 
 
 def take_static(start_pos: SupportsIndex, tokens: Array) -> tuple[PlannedStep, Form | None]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvkit.checks import caches
 from kvkit.checks.arguments import CacheAttention, KeyAttention, Scoring
-from kvkit.checks.index_tensors import Sequences
+from kvkit.checks.index_tensors import Sequences, Static
 from kvkit.checks.outputs import Results
 from kvkit.checks.records import NO_MASK, Context, MaskPlace, Side, StepIndex
 from kvkit.checks.values import (
@@ -29,6 +29,7 @@ from kvkit.formats.elements import BY_NAME, FLOATS, Element
 from kvkit.typed import Array
 
 FLOAT32 = np.dtype(np.float32)
+STATIC = Static()
 
 
 class Weights(NamedTuple):
@@ -65,7 +66,7 @@ class AttentionCall(NamedTuple):
     row_bias: tuple[Array, Array] | None = None
 
 
-def checked_attention(sequences: Sequences, call: KeyAttention) -> AttentionCall:
+def checked_attention(call: KeyAttention, sequences: Sequences = STATIC) -> AttentionCall:
     """Check a call of `multi_head_attention`."""
     fmt, query, kv_heads = check_queries(call.query, sequences.axes, call.heads, call.key)
     outer, scoring = sequences.key_axes(query), call.scoring
@@ -89,7 +90,7 @@ def checked_attention(sequences: Sequences, call: KeyAttention) -> AttentionCall
     return AttentionCall(fmt, query, context, steps, sequences.decoding, weights, results)
 
 
-def checked_cache_attention(sequences: Sequences, call: CacheAttention) -> AttentionCall:
+def checked_cache_attention(call: CacheAttention, sequences: Sequences) -> AttentionCall:
     """Check a call of `multi_head_cache_attention`, and that the cache does not overlap the inputs."""
     fmt, query, kv_heads = check_queries(call.query, sequences.axes, call.heads, call.current_key)
     scoring, head_dim, axes = call.scoring, query.shape[-1], sequences.axes

@@ -12,7 +12,14 @@ from kvkit.checks.contexts import Contexts, checked_contexts, checked_starts, ch
 from kvkit.checks.index_tensors import index
 from kvkit.checks.latent import LatentPool, float_part
 from kvkit.checks.outputs import Results
-from kvkit.checks.values import check_not_empty, checked_format, integer, named_arrays, positive_number
+from kvkit.checks.values import (
+    check_not_empty,
+    checked_format,
+    integer,
+    named_arrays,
+    positive_number,
+    without_float8,
+)
 from kvkit.errors import argument_error, describe
 from kvkit.formats import FLOATS
 from kvkit.formats.elements import E4M3
@@ -44,7 +51,7 @@ class ChoiceCall(NamedTuple):
 
 def checked_scores(call: IndexerArguments) -> IndexerCall:
     """Check a call of `indexer_scores`."""
-    query, weights = call.query, call.weights
+    query, weights = without_float8(call.query), call.weights
     checked_format("query", query, FLOATS, 3)
     check_not_empty("query", query)
     checked_format("weights", weights, FLOATS, 2)

@@ -28,7 +28,7 @@ class TransferCall(NamedTuple):
     results: Results
 
 
-def checked_key_value_cache(sequences: Sequences, call: CacheTransfer) -> TransferCall:
+def checked_key_value_cache(call: CacheTransfer, sequences: Sequences) -> TransferCall:
     """Check a call of `key_value_cache`."""
     fmt, key, value = check_new_tokens(call.current_key, call.current_value, sequences.axes)
     heads, dim = key.shape[-2:]

@@ -349,8 +349,8 @@ def with_scale(side: PoolSide, name: str, scale: Scale, pool_name: str, call: Po
     return side._replace(scale_format="float32", scales=numbers)
 
 
-def checked_swap(source: Array, target: Array, pairs: ArrayLike) -> tuple[Array, Array]:
-    """Check a copy of blocks; return the block ids of the source and of the target."""
+def checked_swap(source: Array, target: Array, pairs: ArrayLike) -> pools.BlockCopy:
+    """Check a copy of blocks."""
     for name, array in (("source", source), ("target", target)):
         if not isinstance(array, np.ndarray) or not array.ndim or array.dtype.hasobject:
             wanted = "a numpy array of blocks, without Python objects"
@@ -373,4 +373,4 @@ def checked_swap(source: Array, target: Array, pairs: ArrayLike) -> tuple[Array,
     pools.copied_once("pairs", src, dst, one_cache)
     if not one_cache:
         check_apart("target", target, [("source", source)])
-    return src, dst
+    return pools.BlockCopy([(source, target)], src, dst)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -21,6 +21,14 @@ AXES = ("b", "n", "h", "c")
 NAMES = "key_cache", "value_cache"
 
 Views = list[Array | None]  # [pages, rows, heads, content] of keys and of values
+
+
+class BlockCopy(NamedTuple):
+    """A checked copy of blocks, in each pair of a source and a target."""
+
+    arrays: list[tuple[Array, Array]]
+    src: Array
+    dst: Array
 
 
 def pool_axes(layout: object) -> list[str]:

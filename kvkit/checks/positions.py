@@ -7,7 +7,7 @@ from numpy.typing import ArrayLike
 
 from kvkit import checks
 from kvkit.checks.arguments import ContextArguments, PackedPositions, RotaryArguments, StaticPositions
-from kvkit.checks.index_tensors import INT64_MAX, batch_of, index, limit, packed_contexts
+from kvkit.checks.index_tensors import INT64_MAX, batch_of, index, index_form, limit, packed_contexts
 from kvkit.checks.masks import dynamic_mask, static_mask
 from kvkit.checks.outputs import Results
 from kvkit.checks.records import MaskPlace
@@ -184,7 +184,7 @@ class PositionCall(NamedTuple):
 
 def checked_position_index(sequences: ArrayLike, where: PackedPositions) -> PositionCall:
     """Check a call of `position_index`."""
-    tokens = index("sequences", sequences)
+    tokens = index_form("sequences", sequences, 1)
     starts, first = packed_positions("sequences", len(tokens), where)
     form = (len(tokens),), np.dtype(np.int64)
     return PositionCall(starts, first, Results({"positions": form}, [], alone=True))
@@ -242,9 +242,15 @@ def head_count(num_heads: Any) -> int:
     return integer("num_heads", num_heads, 1, 2**31)
 
 
-def slope_results(num_heads: Any) -> Results:
-    """Return the output of `alibi_slope`."""
-    return Results({"slopes": ((head_count(num_heads),), np.dtype(np.float32))}, [], alone=True)
+class SlopeCall(NamedTuple):
+    """A checked call of `alibi_slope`, but for its output."""
+
+    results: Results
+
+
+def checked_slopes(num_heads: Any) -> SlopeCall:
+    """Check a call of `alibi_slope`."""
+    return SlopeCall(Results({"slopes": ((head_count(num_heads),), np.dtype(np.float32))}, [], alone=True))
 
 
 def mask_format(data_type: object) -> Element:

@@ -7,7 +7,7 @@ from typing import Literal, SupportsIndex
 from numpy.typing import ArrayLike
 
 from kvkit.calls.prepared import attend
-from kvkit.calls.steps import attend_packed
+from kvkit.calls.targets import CallTarget, operator, repeated_operator
 from kvkit.checks.arguments import (
     CacheArguments,
     CacheAttention,
@@ -18,13 +18,12 @@ from kvkit.checks.arguments import (
 )
 from kvkit.checks.attention import checked_attention
 from kvkit.checks.index_tensors import packed_with_keys
-from kvkit.interop import returns_input_kind
-from kvkit.runtime.repeats import repeatable
 from kvkit.typed import Array, Attended, Pair
 
 
-@returns_input_kind
+@operator
 def multi_head_attention(
+    on: CallTarget,
     query: Array,
     key: Array,
     value: Array,
@@ -108,12 +107,12 @@ def multi_head_attention(
     scoring = Scoring(attn_mask, is_causal, is_alibi, softmax_scale, window, softcap, sinks)
     heads = num_heads, head_dim, num_kv_heads
     call = KeyAttention(query, key, value, heads, scoring, return_lse)
-    return attend(checked_attention(packed_with_keys(contexts), call), out)
+    return attend(on.check(checked_attention, call, packed_with_keys(contexts)), out)
 
 
-@returns_input_kind
-@repeatable
+@repeated_operator
 def multi_head_cache_attention(
+    on: CallTarget,
     query: Array,
     current_key: Array,
     current_value: Array,
@@ -226,4 +225,4 @@ def multi_head_cache_attention(
         query, current_key, current_value, cache, scale, place=place, heads=heads, scoring=scoring,
         return_lse=return_lse,
     )  # fmt: skip
-    return attend_packed(index, call, out)
+    return on.run_in_cache(index, call, out)

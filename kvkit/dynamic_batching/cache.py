@@ -6,18 +6,16 @@ from typing import Literal, SupportsIndex
 
 from numpy.typing import ArrayLike
 
-from kvkit.calls.steps import load_packed
+from kvkit.calls.targets import CallTarget, repeated_operator
 from kvkit.checks.arguments import CacheArguments, CacheTransfer, StepArguments
-from kvkit.interop import returns_input_kind
 from kvkit.layouts import pmx
-from kvkit.runtime.repeats import repeatable
 from kvkit.typed import Array, Pair
 
 
-@returns_input_kind
-@repeatable
+@repeated_operator
 @pmx.documented(pmx.DYNAMIC)
 def key_value_cache(
+    on: CallTarget,
     current_key: Array,
     current_value: Array,
     seqstarts: ArrayLike,
@@ -110,4 +108,5 @@ def key_value_cache(
     )  # fmt: skip
     place = CacheArguments(num_layer, layer_idx, quant_bit, quant_group, quant_format, cache_layout)
     call = CacheTransfer(current_key, current_value, cache, scale, place, num_repeat)
-    return load_packed(index, call, out)
+    key, value = on.run_in_cache(index, call, out)
+    return key, value

@@ -8,14 +8,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvkit.calls.positions import rotate, write_alibi_mask
+from kvkit.calls.targets import CallTarget, operator
 from kvkit.checks.arguments import PackedPositions, RotaryArguments
-from kvkit.checks.positions import checked_dynamic_alibi, checked_position_index
-from kvkit.interop import returns_input_kind
+from kvkit.checks.positions import checked_dynamic_alibi, checked_position_index, checked_rotation
 from kvkit.typed import Array, Pair
 
 
-@returns_input_kind
+@operator
 def position_index(
+    on: CallTarget,
     sequences: ArrayLike,
     seqstarts: ArrayLike,
     start_pos: ArrayLike,
@@ -61,15 +62,17 @@ def position_index(
     >>> kvkit.dynamic_batching.position_index(tokens, [0, 3, 4], [0, 10])
     array([ 0,  1,  2, 10])
     """
-    call = checked_position_index(sequences, PackedPositions(seqstarts, start_pos, max_seqlen))
+    where = PackedPositions(seqstarts, start_pos, max_seqlen)
+    call = on.check(checked_position_index, sequences, where)
     (out,) = call.results.arrays(out)
     shift = np.repeat(call.first - call.starts[:-1], np.diff(call.starts))
     np.add(shift, np.arange(call.starts[-1]), out=out)
     return out
 
 
-@returns_input_kind
+@operator
 def alibi_mask(
+    on: CallTarget,
     seqstarts: ArrayLike,
     kvstarts: ArrayLike,
     attn_mask: Array | None = None,
@@ -119,12 +122,13 @@ def alibi_mask(
            [ 0.  ,  0.  ,  0.  ,  -inf,  0.  ],
            [ 0.  ,  0.  , -0.25,  0.  ,  0.  ]], dtype=float32)
     """
-    call = checked_dynamic_alibi(seqstarts, kvstarts, attn_mask, num_heads, data_type)
+    call = on.check(checked_dynamic_alibi, seqstarts, kvstarts, attn_mask, num_heads, data_type)
     return write_alibi_mask(call, out)
 
 
-@returns_input_kind
+@operator
 def rotary_position_embedding(
+    on: CallTarget,
     query: Array,
     key: Array,
     seqstarts: ArrayLike,
@@ -194,4 +198,5 @@ def rotary_position_embedding(
         max_position_embeddings=max_position_embeddings, scaling_type=scaling_type,
         scaling_factor=scaling_factor,
     )  # fmt: skip
-    return rotate(query, key, PackedPositions(seqstarts, start_pos, max_seqlen), arguments, out)
+    given = query, key, PackedPositions(seqstarts, start_pos, max_seqlen), arguments
+    return on.repeat(checked_rotation, rotate, given, out)

@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Literal, SupportsIndex
 
 from kvkit.calls.prepared import attend_to_keys
-from kvkit.calls.steps import attend_static
+from kvkit.calls.targets import CallTarget, repeated_operator
 from kvkit.checks.arguments import CacheArguments, CacheAttention, KeyAttention, Scoring
-from kvkit.interop import returns_input_kind
-from kvkit.runtime.repeats import repeatable
+from kvkit.checks.attention import checked_attention
 from kvkit.typed import Array, Arrays, Attended, Pair
 
 
-@returns_input_kind
-@repeatable
+@repeated_operator
 def multi_head_attention(
+    on: CallTarget,
     query: Array,
     key: Array,
     value: Array,
@@ -109,12 +108,12 @@ def multi_head_attention(
     scoring = Scoring(attn_mask, is_causal, is_alibi, softmax_scale, window, softcap, sinks)
     heads = num_heads, head_dim, num_kv_heads
     call = KeyAttention(query, key, value, heads, scoring, return_lse, return_key_weights)
-    return attend_to_keys(call, out)
+    return on.repeat(checked_attention, attend_to_keys, (call,), out)
 
 
-@returns_input_kind
-@repeatable
+@repeated_operator
 def multi_head_cache_attention(
+    on: CallTarget,
     query: Array,
     current_key: Array,
     current_value: Array,
@@ -207,4 +206,4 @@ def multi_head_cache_attention(
         query, current_key, current_value, cache, scale, place=place, heads=heads, scoring=scoring,
         return_lse=return_lse,
     )  # fmt: skip
-    return attend_static(start_pos, call, out)
+    return on.run_in_cache(start_pos, call, out)

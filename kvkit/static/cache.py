@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import Literal, SupportsIndex
 
-from kvkit.calls.steps import load_static
+from kvkit.calls.targets import CallTarget, repeated_operator
 from kvkit.checks.arguments import CacheArguments, CacheTransfer
-from kvkit.interop import returns_input_kind
 from kvkit.layouts import pmx
-from kvkit.runtime.repeats import repeatable
 from kvkit.typed import Array, Pair
 
 
-@returns_input_kind
-@repeatable
+@repeated_operator
 @pmx.documented(pmx.STATIC)
 def key_value_cache(
+    on: CallTarget,
     current_key: Array,
     current_value: Array,
     start_pos: SupportsIndex,
@@ -90,4 +88,5 @@ def key_value_cache(
     """
     place = CacheArguments(num_layer, layer_idx, quant_bit, quant_group, quant_format, cache_layout)
     call = CacheTransfer(current_key, current_value, cache, scale, place, num_repeat)
-    return load_static(start_pos, call, out)
+    key, value = on.run_in_cache(start_pos, call, out)
+    return key, value

@@ -8,13 +8,14 @@ from numpy.typing import ArrayLike
 
 from kvkit import cpu
 from kvkit.calls.positions import rotate, write_alibi_mask
+from kvkit.calls.targets import CallTarget, operator
 from kvkit.checks.arguments import RotaryArguments, StaticPositions
-from kvkit.checks.positions import checked_static_alibi, slope_results
-from kvkit.interop import returns_input_kind
+from kvkit.checks.positions import checked_rotation, checked_slopes, checked_static_alibi
 from kvkit.typed import Array, Pair
 
 
-def alibi_slope(*, num_heads: int, out: Array | None = None) -> Array:
+@operator
+def alibi_slope(on: CallTarget, *, num_heads: int, out: Array | None = None) -> Array:
     """Return the slope of each head's linear bias.
 
     With P the largest power of two up to ``num_heads``: 2^(-8(h+1)/P) for head h < P, and
@@ -47,13 +48,14 @@ def alibi_slope(*, num_heads: int, out: Array | None = None) -> Array:
     >>> kvkit.alibi_slope(num_heads=3)
     array([0.0625    , 0.00390625, 0.25      ], dtype=float32)
     """
-    (out,) = slope_results(num_heads).arrays(out)
+    (out,) = on.check(checked_slopes, num_heads).results.arrays(out)
     cpu.positions.alibi.compiled_slopes()(out.ctypes.data, len(out))
     return out
 
 
-@returns_input_kind
+@operator
 def alibi_mask(
+    on: CallTarget,
     seqlen_q: SupportsIndex,
     seqlen_kv: SupportsIndex,
     attn_mask: Array | None = None,
@@ -103,12 +105,13 @@ def alibi_mask(
     array([[-0.25,  0.  ,  -inf,  -inf],
            [-0.5 , -0.25,  0.  ,  -inf]], dtype=float32)
     """
-    call = checked_static_alibi(seqlen_q, seqlen_kv, attn_mask, num_heads, data_type)
+    call = on.check(checked_static_alibi, seqlen_q, seqlen_kv, attn_mask, num_heads, data_type)
     return write_alibi_mask(call, out)
 
 
-@returns_input_kind
+@operator
 def rotary_position_embedding(
+    on: CallTarget,
     query: Array,
     key: Array,
     start_pos: SupportsIndex,
@@ -188,4 +191,5 @@ def rotary_position_embedding(
         max_position_embeddings=max_position_embeddings, scaling_type=scaling_type,
         scaling_factor=scaling_factor,
     )  # fmt: skip
-    return rotate(query, key, StaticPositions(start_pos, pad_len), arguments, out)
+    given = query, key, StaticPositions(start_pos, pad_len), arguments
+    return on.repeat(checked_rotation, rotate, given, out)

@@ -50,7 +50,9 @@ def are_decoded(rows, format):
 def attend(placed):
     """Return the launches of `mla_attention`."""
     call = placed.call
-    whole, launches = (call.attention, []) if call.attention else gathered(placed)
+    whole, launches = gathered(placed) if call.attention is None else (call.attention, [])
+    if call.attention is not None:
+        whole = whole._replace(weights=whole.weights._replace(sinks=call.sinks))
     out, lse = (*placed.outputs, None)[:2]
     launches = [*launches, *attend_whole(placed, whole, out, None if call.sinks_last else lse)]
     if call.sinks_last and lse is not None:  # the lse without sinks needs a second attention

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from kvkit.checks import caches, slots
+from kvkit.checks.ascend import blocks, tensors
 from kvkit_cuda.attention import merge, params
 from kvkit_cuda.calls import arrays, attention, paged
 from kvkit_cuda.calls.steps import PlannedPages, PlannedStep
@@ -13,6 +14,8 @@ from kvkit_cuda.calls.tables import Tables, angle_bits
 from kvkit_cuda.copy import means, pieces, transfer
 from kvkit_cuda.device_runtime import host
 from kvkit_cuda.positions import alibi, angles, index, rotary
+
+ZEROS = -1  # a source row that stands for zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +119,49 @@ def position_index(placed: DeviceCall):
     return [index.prepare(placed.call.starts, placed.call.first, target, placed.stream)]
 
 
-def move(placed: DeviceCall):
-    """Return launches that copy pieces of rows to the call's targets, or outputs, and store means of rows."""
-    call, stream = placed.call, placed.stream
-    results = [call.place(*pair) for pair in zip(placed.outputs, call.sources, strict=False)]
-    pairs = list(zip(call.sources, call.targets or results, strict=True))
-    launches = pieces.prepare(pairs, call.pieces, stream)
-    if call.means is not None:
-        launches += means.prepare(pairs, call.means, call.averaged, stream)
-    return launches
+def move(placed: DeviceCall, pairs, *rows):
+    """Return launches that copy pieces of rows, (source rows, target rows, counts), in pairs of arrays."""
+    stacked = np.concatenate([np.stack(np.broadcast_arrays(*each), axis=1) for each in rows])
+    return pieces.prepare(pairs, stacked, placed.stream)
+
+
+def store_rows(placed: DeviceCall):
+    """Return the launches of `ascend.reshape_and_cache`: copies of rows, and means of rows."""
+    call = placed.call
+    token, head, slot, count, mean = call.pieces.T
+    rows = np.stack([head * len(call.tokens[0]) + token, slot, count], axis=1)
+    tokens = [  # one block, or in compressed modes a block for each head
+        each.transpose(1, 0, 2)[:, :, None] if call.mode else each[None] for each in call.tokens
+    ]
+    pairs = list(zip(tokens, call.caches, strict=True))
+    launches = pieces.prepare(pairs, rows[mean != 1], placed.stream)
+    return launches + means.prepare(pairs, rows[mean == 1], call.averaged, placed.stream)
+
+
+def load_rows(placed: DeviceCall):
+    """Return the launches of `ascend.paged_cache_load`; tokens without a block are zeros."""
+    call = placed.call
+    token, _, slot, count, _ = blocks.pieces_of(call).T
+    begins, ends = np.append(0, token + count), np.append(token, call.tokens)
+    both = zip(call.caches, placed.outputs, strict=True)
+    pairs = [(cache, out.reshape(1, call.tokens, *cache.shape[2:])) for cache, out in both]
+    return move(placed, pairs, (slot, token, count), (ZEROS, begins, ends - begins))
+
+
+def group_columns(placed: DeviceCall):
+    """Return the launches of `ascend.nd_to_nz`."""
+    call, (y,) = placed.call, placed.outputs
+    each, rows, whole = np.arange(call.shape[0]), call.source.shape[1], call.shape[2]
+    copied, padding = (each * rows, each * whole, rows), (ZEROS, each * whole + rows, whole - rows)
+    return move(placed, [(call.source[:, :, None], tensors.in_rows(y, "NZ"))], copied, padding)
+
+
+def join_columns(placed: DeviceCall):
+    """Return the launches of `ascend.nz_to_nd`."""
+    call, (x,) = placed.call, placed.outputs
+    each, rows = np.arange(call.shape[0]), call.shape[1]
+    copied = each * call.source.shape[2], each * rows, rows
+    return move(placed, [(tensors.in_rows(call.source, "NZ"), x[:, :, None])], copied)
 
 
 def append_to_pools(placed: DeviceCall):
@@ -167,14 +204,13 @@ def copy_blocks(placed: DeviceCall):
 
     Views are grouped by rows per block, which may differ between keys and values.
     """
-    both = zip(placed.call.sources, placed.call.targets, strict=True)
-    views = [pair for each in both for pair in zip(*map(in_four_axes, each), strict=True)]
+    call = placed.call
+    views = [pair for each in call.arrays for pair in zip(*map(in_four_axes, each), strict=True)]
     launches = []
     for rows in sorted({source.shape[1] for source, _ in views}):
         pairs = [pair for pair in views if pair[0].shape[1] == rows]
-        moves = placed.call.pieces * rows  # block ids and counts, in units of rows
-        for i in range(0, len(pairs), 2):
-            launches += pieces.prepare(pairs[i : i + 2], moves, placed.stream)
+        for i in range(0, len(pairs), 2):  # block ids and counts are in units of rows
+            launches += move(placed, pairs[i : i + 2], (call.src * rows, call.dst * rows, rows))
     return launches
 
 

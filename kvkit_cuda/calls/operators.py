@@ -5,7 +5,6 @@ and the call is checked again with the addresses of the copies. Then launches ar
 results that belong to the host are copied back.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +18,8 @@ from kvkit.operators.operator import IN_PYTHON
 from kvkit.runtime import call_log
 from kvkit_cuda import recurrent
 from kvkit_cuda.calls import arrays, checks, homes, latent, launches, prepared, results, steps
-from kvkit_cuda.calls.checks import fill
 from kvkit_cuda.device_runtime import host
-from kvkit_cuda.mirror import inputs
+from kvkit_cuda.names import inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +75,25 @@ SLOPE = Kind(launches.slope)
 POSITION_INDEX = Kind(launches.position_index, unused=lambda call: ("sequences",))
 ATTEND_TO_PAGES = Kind(launches.attend, ("query",), host_only=numbers_of_heads)
 APPEND_TO_PAGES = Kind(launches.append_to_pools, ("key", "value"), host_only=scales_of_heads)
-MOVE, COPY = Kind(launches.move), Kind(launches.copy_blocks)
+COPY = Kind(launches.copy_blocks)
 ATTEND_TO_BLOCKS = Kind(launches.attend_to_blocks)
 ATTEND_TO_ROWS = Kind(latent.attend, ("query",), operand=latent.operand, host_only=latent.host_only)
 APPEND_ROWS = Kind(latent.append, host_only=lambda operands, values: ("latent", "rope"))
 STEP_STATES = Kind(recurrent.launches, ("q", "k", "v"))
 COMPUTED = Kind(latent.copy_computed, host_only=lambda operands, values: tuple(operands))
 
-KINDS: dict[checks.Check, Kind] = {  # by the check of an operator
-    checks.key_value_cache: APPEND, checks.static_attention: ATTEND, checks.packed_attention: ATTEND,
-    checks.cache_attention: ATTEND, checks.merge: MERGE, checks.static_rotation: ROTATE,
-    checks.packed_rotation: ROTATE, checks.slopes: SLOPE, checks.static_alibi: MASK,
-    checks.packed_alibi: MASK, checks.position_index: POSITION_INDEX, checks.reshape_and_cache: MOVE,
-    checks.paged_cache_load: MOVE, checks.block_copy: COPY, checks.block_attention: ATTEND_TO_BLOCKS,
-    checks.pool_attention: ATTEND_TO_PAGES, checks.pool_append: APPEND_TO_PAGES, checks.swap_blocks: COPY,
-    checks.latent_attention: ATTEND_TO_ROWS, checks.latent_append: APPEND_ROWS,
-    checks.delta_step: STEP_STATES, checks.nd_to_nz: MOVE, checks.nz_to_nd: MOVE,
+KINDS = {  # other operators are `COMPUTED`
+    "key_value_cache": APPEND, "multi_head_attention": ATTEND, "multi_head_cache_attention": ATTEND,
+    "merge_attention_states": MERGE, "paged_attention": ATTEND_TO_PAGES, "paged_append": APPEND_TO_PAGES,
+    "swap_blocks": COPY, "mla_attention": ATTEND_TO_ROWS, "mla_append": APPEND_ROWS,
+    "gated_delta_step": STEP_STATES, "rotary_position_embedding": ROTATE, "alibi_slope": SLOPE,
+    "alibi_mask": MASK, "dynamic_batching.key_value_cache": APPEND,
+    "dynamic_batching.multi_head_attention": ATTEND, "dynamic_batching.multi_head_cache_attention": ATTEND,
+    "dynamic_batching.position_index": POSITION_INDEX,
+    "dynamic_batching.rotary_position_embedding": ROTATE, "dynamic_batching.alibi_mask": MASK,
+    "ascend.reshape_and_cache": Kind(launches.store_rows), "ascend.block_copy": COPY,
+    "ascend.paged_cache_load": Kind(launches.load_rows), "ascend.paged_attention": ATTEND_TO_BLOCKS,
+    "ascend.nd_to_nz": Kind(launches.group_columns), "ascend.nz_to_nd": Kind(launches.join_columns),
 }  # fmt: skip
 
 
@@ -118,13 +119,18 @@ def call(path, values):
         stream = host.stream(named)
         if path == "dynamic_batching.plan":
             own = {name: values[name] for name in ("check", "into")}
-            return steps.planned(fill(StepArguments, values), stream, named=named is not None, **own)
+            return steps.planned(step_arguments(values), stream, named=named is not None, **own)
         if path == "paged_plan":
             return steps.planned_pages(**values | {"stream": stream}, named=named is not None)
-        tokens = checks.new_tokens(values)
-        if tokens is not None:
-            step = steps.planned(fill(StepArguments, values), stream, tokens=(tokens, values[tokens]))
-        return run(OPERATORS[op], step, values, stream, repeatable)
+        if "cachestarts" in values:
+            tokens = "query" if "query" in values else "current_key"
+            step = steps.planned(step_arguments(values), stream, tokens=(tokens, values[tokens]))
+        return run(path, step, values, stream, repeatable)
+
+
+def step_arguments(values):
+    """Return the index tensors of packed sequences in a cache."""
+    return StepArguments(**{name: values[name] for name in StepArguments._fields if name in values})
 
 
 def log(path, values):
@@ -135,19 +141,19 @@ def log(path, values):
         call_log.log_operator(path, values, lambda name, value: arrays.on_host(name, value, stream))
 
 
-def check_of(op, values, stream):
-    """Return the check of an operator: that of its kernels, or the computation on the CPU."""
-    if op.name == "gated_delta_step" and not VALIDATES:
+def kind_of(op, values, stream):
+    """Return the kind of a call."""
+    if op.name == "gated_delta_step":
         seen = {name: arrays.operand(name, values[name], stream).seen for name in inputs(op.name)[0]}
-        if recurrent.is_ready(seen | {"gates": values["gates"]}):
-            return checks.delta_step
-    return checks.CHECKED.get(op.name) or functools.partial(checks.compute_on_cpu, op)
+        if VALIDATES or not recurrent.is_ready(seen | {"gates": values["gates"]}):
+            return COMPUTED
+    return KINDS.get(op.name, COMPUTED)
 
 
-def run(op, step, values, stream, repeatable=None):
+def run(path, step, values, stream, repeatable=None):
     """Run an operator, with a step if it takes one; keep the prepared call if it is `repeatable`."""
-    check, (arrays_of, index) = check_of(op, values, stream), inputs(op.name)
-    kind, out, sequences = KINDS.get(check, COMPUTED), values.get("out"), step and step.sequences
+    op, out = OPERATORS[prepared.operator_of(path)], values.get("out")
+    kind, (arrays_of, index) = kind_of(op, values, stream), inputs(op.name)
     if step is None:
         index = [*index, *(name for name in IN_PYTHON if name != "out" and name in values)]
         values = values | {name: arrays.on_host(name, values[name], stream) for name in index}
@@ -159,12 +165,15 @@ def run(op, step, values, stream, repeatable=None):
     given |= {name: given[name].on_host(stream) for name in host_only}
     usable = given | {name: given[name].one_piece(stream) for name in kind.contiguous if name in given}
     seen = {name: operand.seen for name, operand in usable.items()}
-    call: Any = check(values | seen, sequences)
+    computed = kind is COMPUTED
+    call: Any = (
+        checks.compute_on_cpu(op, values | seen) if computed else checks.checked(path, values | seen, step)
+    )
     changed = tuple(values[each.name] for each in op.inputs if each.inout and not each.keyword)
     made, returned = [], changed if len(changed) > 1 else changed[0] if changed else ()
     if op.outputs:
         usual = sum(not each.only_with for each in op.outputs)
-        own = kind is COMPUTED and results.computed(op.returned(values), call, values, source, stream)
+        own = computed and results.computed(op.returned(values), call, values, source, stream)
         made, returned = own or results.outputs(call.results, usual, out, source, stream)
 
     # Copy those of the host to the device, and check the call with the copies.
@@ -173,11 +182,11 @@ def run(op, step, values, stream, repeatable=None):
     there, copies = usable | moved, [result.moved(stream, contents=False) for result in made]
     copied = [name for name in usable if there[name] is not usable[name]]
     if copied:
-        call = check(values | {name: operand.seen for name, operand in there.items()}, sequences)
+        call = checks.checked(path, values | {name: operand.seen for name, operand in there.items()}, step)
     scale = usable["scale"].moved(stream) if "scale" in host_only else None
 
     ready = launches.DeviceCall(call, [copy.seen for copy in copies], step, stream, scale)
-    for name, array in call.changed.items() if kind is COMPUTED else ():
+    for name, array in call.changed.items() if computed else ():
         if there_before[name].on_device:
             ready.changed.append((array, there_before[name].seen))
         elif array is not there_before[name].seen:

@@ -17,7 +17,7 @@ from kvkit.runtime.arrays import overlap_distances
 from kvkit_cuda.calls import homes
 from kvkit_cuda.calls.tables import SCRATCH
 from kvkit_cuda.device_runtime import host
-from kvkit_cuda.mirror import origin
+from kvkit_cuda.names import origin
 
 MOST_CALLS = 4096  # prepared calls of a step
 # Arguments that are read when a call is prepared; calls with one of them do not repeat.

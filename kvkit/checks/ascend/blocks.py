@@ -1,6 +1,5 @@
 """Check calls that load contexts from blocks, and calls that copy blocks."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -100,9 +99,10 @@ def differences(name: str, sums: Array) -> Array:
 
 
 def checked_copy(
-    given: Sequence[tuple[str, Array]], src: ArrayLike, dst: ArrayLike, cum_sum: ArrayLike
-) -> tuple[Array, Array]:
-    """Check a call of `ascend.block_copy`; return source and destination of every written block."""
+    key_cache: Array, value_cache: Array | None, src: ArrayLike, dst: ArrayLike, cum_sum: ArrayLike
+) -> pools.BlockCopy:
+    """Check a call of `ascend.block_copy`."""
+    given = named_caches(key_cache, value_cache)
     for name, array in given:
         checked_format(name, array, DATA, max(getattr(array, "ndim", 1), 1))
         check_writeable(name, array)
@@ -119,4 +119,4 @@ def checked_copy(
     pools.blocks_within("src", sources, blocks)
     pools.blocks_within("dst", targets, blocks)
     pools.copied_once("dst", sources, targets, one_cache=True)
-    return np.repeat(sources, counts), targets
+    return pools.BlockCopy([(cache, cache) for _, cache in given], np.repeat(sources, counts), targets)
