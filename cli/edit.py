@@ -8,7 +8,7 @@ import click
 import numpy as np
 
 from kvkit import Rope, files
-from kvkit.cache import PagedCache, load
+from kvkit.cache import PagedCache, StateLayer, load
 from kvkit.errors import KvkitError
 from kvkit.files import llama, llama_writing
 from kvkit.files.errors import FileError
@@ -187,7 +187,7 @@ def apply_change(cache, name, text, close, rotation):
             return ""
         cache.remove(begin, end, close=close, **({"rope": rotation} if close else {}))
         ranges = [(begin, end, None)]
-    return note_if_outside(name, text, positions, ranges) if layer.has_rows else ""
+    return note_if_outside(name, text, positions, ranges) if not isinstance(layer, StateLayer) else ""
 
 
 def parse_ranges(name, text):

@@ -107,7 +107,7 @@ def decoding(kind):
 def stored_bytes(cache, layer):
     """Return the bytes of the keys and values of all tokens in a layer."""
     if isinstance(cache, QuantizedCache):
-        return sum(array.nbytes for array in cache.layers[layer].arrays().values())
+        return sum(array.nbytes for array in cache.layers[layer]._arrays().values())
     return 2 * HEADS * DIM * cache.get_seq_length() * 2
 
 

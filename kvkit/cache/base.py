@@ -86,7 +86,7 @@ class MovableTokens(ABC):
         >>> layer.positions, layer.rope_shifts.tolist(), layer.get_seq_length()
         (array([0, 1, 2, 3, 4]), [[0, 2, 0], [2, 5, -3]], 5)
         """
-        self.rearrange(self.plan("remove", begin, end, close=close, rope=rope))
+        self._rearrange(self._plan("remove", begin, end, close=close, rope=rope))
 
     @one_call_at_a_time
     def retain(self, positions: ArrayLike) -> None:
@@ -97,7 +97,7 @@ class MovableTokens(ABC):
         positions : array_like of int
             Ascending positions of stored tokens.
         """
-        self.rearrange(self.plan("retain", positions))
+        self._rearrange(self._plan("retain", positions))
 
     @one_call_at_a_time
     def shift(
@@ -121,7 +121,7 @@ class MovableTokens(ABC):
         KvkitError
             If positions would not stay ascending, or if two tokens would share one.
         """
-        self.rearrange(self.plan("shift", begin, end, delta, rope=rope))
+        self._rearrange(self._plan("shift", begin, end, delta, rope=rope))
 
     @one_call_at_a_time
     def divide(
@@ -139,7 +139,7 @@ class MovableTokens(ABC):
         rope : Rope, "none" or list of them, optional
             As in `shift`.
         """
-        self.rearrange(self.plan("divide", begin, end, d, rope=rope))
+        self._rearrange(self._plan("divide", begin, end, d, rope=rope))
 
     @one_call_at_a_time
     def flatten(self, rope: RopesLike = None) -> None:
@@ -150,7 +150,7 @@ class MovableTokens(ABC):
         rope : Rope, "none" or list of them, optional
             As in `shift`.
         """
-        self.rearrange(self.plan("flatten", rope=rope))
+        self._rearrange(self._plan("flatten", rope=rope))
 
     def can(self, call: str, *arguments: Any, **options: Any) -> str | None:
         """Return the message of the error that a call would raise; None if it would raise none.
@@ -183,7 +183,7 @@ class MovableTokens(ABC):
 
         try:
             with self._lock:
-                check_call(self, self.plan, call, *arguments, **options)
+                check_call(self, self._plan, call, *arguments, **options)
         except (KvkitError, TypeError) as error:
             if str(error).startswith("call: "):
                 raise
@@ -191,12 +191,12 @@ class MovableTokens(ABC):
         return None
 
     @abstractmethod
-    def plan(self, call: str, *arguments: Any, **options: Any) -> Any:
-        """Check a call that removes or moves tokens; return a plan for `rearrange`."""
+    def _plan(self, call: str, *arguments: Any, **options: Any) -> Any:
+        """Check a call that removes or moves tokens; return a plan for `_rearrange`."""
 
     @abstractmethod
-    def rearrange(self, plan: Any) -> None:
-        """Carry out a plan that `plan` returned."""
+    def _rearrange(self, plan: Any) -> None:
+        """Carry out a plan that `_plan` returned."""
 
 
 class BaseLayer(MovableTokens):
@@ -208,28 +208,22 @@ class BaseLayer(MovableTokens):
         How many tokens a query attends to, itself included; None for all.
     chunk_size : int or None
         How many tokens a chunk has, in which alone its tokens attend; None without chunks.
-    takes_window : bool
-        Whether `attend` has a ``window`` argument.
     latent_dim : int
         How many elements of a latent row are its value; 0 for a layer with keys and values of heads.
-    croppable : bool
-        Whether transformers may `crop` the layer; False for a static layer with a window.
-    record_past : bool
-        Whether tokens that would be dropped or encoded stay as they are until the next crop.
     """
 
     _lock: LayerLock
     window: int | None = None
     chunk_size: int | None = None
-    takes_window = False
-    why_kept: str | None = None  # why `compress` does not change the layer; None if it does
-    of: int | None = None  # the number of the layer whose rows a `SharedLayer` reads
-    has_rows = True  # a row of keys and of values for each stored token
-    is_shared = False  # whether another layer reads its rows
+    _takes_window = False  # whether `attend` has a `window` argument
+    _why_kept: str | None = None  # why `compress` does not change the layer; None if it does
+    _of: int | None = None  # the number of the layer whose rows a `SharedLayer` reads
+    _has_rows = True  # a row of keys and of values for each stored token
+    _is_shared = False  # whether another layer reads its rows
     latent_dim = 0
-    croppable = True
-    record_past = False
-    row_positions: RowPositions | None = None  # None while row r has position r and no key is shifted
+    _croppable = True  # whether transformers may `crop`; not a static layer with a window
+    _record_past = False  # whether tokens that would be dropped or encoded stay until the next crop
+    _row_positions: RowPositions | None = None  # None while row r has position r and no key is shifted
 
     @abstractmethod
     def update(
@@ -369,21 +363,21 @@ class BaseLayer(MovableTokens):
     @property
     def keys(self) -> States:
         """Return the stored keys, shape [B, Hkv, stored, Dk]; None before the first update."""
-        return self.stored()[0] if self.batch_size else None
+        return self._stored()[0] if self.batch_size else None
 
     @property
     def values(self) -> States:
         """Return the stored values, shape [B, Hkv, stored, Dv]; None before the first update."""
-        return self.stored()[1] if self.batch_size else None
+        return self._stored()[1] if self.batch_size else None
 
     @abstractmethod
-    def stored(self) -> tuple[States, States]:
+    def _stored(self) -> tuple[States, States]:
         """Return the stored keys and values, arrays [B, Hkv, stored, D]."""
 
     @property
     def nbytes(self) -> int:
         """Return the size of the stored keys and values in bytes, without spare rows."""
-        return sum(side.nbytes for side in self.stored()) if self.batch_size else 0
+        return sum(side.nbytes for side in self._stored()) if self.batch_size else 0
 
     # Row numbers differ from positions once tokens were removed or moved
 
@@ -538,7 +532,7 @@ class BaseCache(MovableTokens):
         """Replace row b of the batch by the old row ``indices[b]``. The batch becomes ``len(indices)``."""
         self._select(indices)
 
-    select = reorder_cache = batch_select_indices = reorder
+    reorder_cache = batch_select_indices = reorder
 
     @abstractmethod
     def _select(self, indices: ArrayLike) -> None:
@@ -602,9 +596,9 @@ class BaseCache(MovableTokens):
         OSError
             If the disk is full. No row has changed then, here and in later calls.
         """
-        self.use_files(allocation.InFiles(directory), flag("only_non_sliding", only_non_sliding), keep)
+        self._use_files(allocation.InFiles(directory), flag("only_non_sliding", only_non_sliding), keep)
 
-    def use_files(self, in_files: allocation.InFiles, only_non_sliding: bool, keep: bool) -> None:
+    def _use_files(self, in_files: allocation.InFiles, only_non_sliding: bool, keep: bool) -> None:
         """Move keys and values to files from `in_files`, unless they lie there already."""
         self._keep = flag("keep", keep)
         self._lie_in(in_files, only_non_sliding)
@@ -613,13 +607,13 @@ class BaseCache(MovableTokens):
     @one_call_at_a_time
     def prefetch(self, layer_idx: SupportsIndex) -> None:
         """Start to load an offloaded layer in the background. `update` does this for the next layer."""
-        allocation.prefetch(self._layer(layer_idx).large_arrays())
+        allocation.prefetch(self._layer(layer_idx)._large_arrays())
 
     @one_call_at_a_time
     def flush(self) -> None:
         """Write offloaded rows to the disk, so that the system can free their memory at once."""
         for layer in self.layers:
-            allocation.flush(layer.large_arrays())
+            allocation.flush(layer._large_arrays())
 
     def close(self, keep: bool | None = None) -> None:
         """Free the files of an offloaded cache, with all tokens. A cache in memory stays as it is.
@@ -643,8 +637,8 @@ class BaseCache(MovableTokens):
     def _forget_rows(self) -> None:
         """Drop all tokens and arrays of a cache that closes."""
         for layer in self.layers:
-            layer.forget_rows()
-            layer.share_lock(self._lock)
+            layer._forget_rows()
+            layer._share_lock(self._lock)
 
     def __enter__(self) -> Self:
         return self

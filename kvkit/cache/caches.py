@@ -66,10 +66,10 @@ class Cache(BaseCache):
                 raise argument_error(f"layers[{i}]", "a layer", describe(layer))
             if any(layer is other for other in self.layers[:i]):
                 raise argument_error(f"layers[{i}]", "a layer of its own", "an earlier one again")
-            if layer.source not in (None, *self.layers):
+            if layer._source not in (None, *self.layers):
                 raise argument_error(f"layers[{i}]", "a new SharedLayer", "one of another cache")
             layer.name = f"layers[{i}]"
-            layer.connect(self.layers, i)
+            layer._connect(self.layers, i)
         self.rope = rope
         for layer, rotation in zip(self.layers, self._ropes(rope), strict=True):
             layer.rope = layer.rope if rotation is None else rotation
@@ -111,15 +111,15 @@ class Cache(BaseCache):
         if layer_idx == len(self.layers):
             self.layers.append(layer)
         latest = self._latest
-        if latest is not None and not (latest.is_shared and latest.span.length - latest.span.before > 1):
-            latest.release_undo()  # not yet if a shared layer will attend with the queries of a prompt
+        if latest is not None and not (latest._is_shared and latest.span.length - latest.span.before > 1):
+            latest._release_undo()  # not yet if a shared layer will attend with the queries of a prompt
         self._latest = layer
         if self.folder is not None and self.layers:
-            allocation.prefetch(self.layers[(layer_idx + 1) % len(self.layers)].large_arrays())
+            allocation.prefetch(self.layers[(layer_idx + 1) % len(self.layers)]._large_arrays())
 
     @one_call_at_a_time
     def reserve(self, query_length: SupportsIndex) -> None:
-        self.check_reserve(query_length)
+        self._check_reserve(query_length)
         for layer in self.layers:
             layer.reserve(query_length)
 
@@ -141,24 +141,24 @@ class Cache(BaseCache):
     @all_layers
     def crop(self, length: int) -> None:
         """Drop the last tokens of every layer, see `DynamicLayer.crop`."""
-        self.check_crop(length)  # raises before any layer has changed
+        self._check_crop(length)  # raises before any layer has changed
         for layer in self.layers:
             layer.crop(length)
 
     @one_call_at_a_time
-    def plan(self, call: str, *arguments: Any, rope: Any = None, **options: Any) -> list[Any]:
+    def _plan(self, call: str, *arguments: Any, rope: Any = None, **options: Any) -> list[Any]:
         pairs = zip(self.layers, self._ropes(rope), strict=True)
         return [
-            layer.plan(call, *arguments, rope=rotation, **options) if layer.of is None else None
+            layer._plan(call, *arguments, rope=rotation, **options) if layer._of is None else None
             for layer, rotation in pairs
         ]
 
     @all_layers
-    def rearrange(self, plan: list[Any]) -> None:
+    def _rearrange(self, plan: list[Any]) -> None:
         """Carry out the plans of all layers."""
         for layer, own in zip(self.layers, plan, strict=True):
             if own is not None:
-                layer.rearrange(own)
+                layer._rearrange(own)
 
     @all_layers
     def append(self, other: Cache, at: SupportsIndex | None = None, rope: Any = None) -> None:
@@ -195,9 +195,9 @@ class Cache(BaseCache):
         """
         for layer, plan in zip(self.layers, self._plan_joins(other, at, rope), strict=True):
             if plan is not None:
-                layer.join(plan)
+                layer._join(plan)
 
-    def check_append(self, other: Cache, at: SupportsIndex | None = None, rope: Any = None) -> None:
+    def _check_append(self, other: Cache, at: SupportsIndex | None = None, rope: Any = None) -> None:
         """Raise the error that `append` would raise."""
         self._plan_joins(other, at, rope)
 
@@ -210,8 +210,8 @@ class Cache(BaseCache):
             raise argument_error("other", f"a cache of {len(self)} layers", len(other))
         plans = []
         for layer, theirs, rotation in zip(self.layers, other.layers, self._ropes(rope), strict=True):
-            shared = layer.of is not None and layer.of == theirs.of
-            plans.append(None if shared else layer.plan_join(theirs, at, rotation))
+            shared = layer._of is not None and layer._of == theirs._of
+            plans.append(None if shared else layer._plan_join(theirs, at, rotation))
         return plans
 
     @one_call_at_a_time
@@ -301,7 +301,7 @@ class Cache(BaseCache):
             rope=rope, attn_mask=attn_mask,
         )  # fmt: skip
         if not compression.chooses_by_head(self.layers, request):
-            return compression.compress(self.layers, self.rearrange, request)
+            return compression.compress(self.layers, self._rearrange, request)
         layers, report = heads.compress_by_head(self.layers, request)
         self._replace_layers(layers)
         return report
@@ -311,34 +311,34 @@ class Cache(BaseCache):
         """Take other layers, which hold some tokens of the present ones."""
         self._latest, self.layers[:] = None, layers
         for i, layer in enumerate(self.layers):
-            layer.connect(self.layers, i)
+            layer._connect(self.layers, i)
 
     # What the other calls would refuse, see `can`
 
-    def check_crop(self, length: int) -> None:
+    def _check_crop(self, length: int) -> None:
         """Raise the error that `crop` would raise."""
         for layer in self.layers:
-            layer.length_after_crop(length)
+            layer._length_after_crop(length)
 
-    def check_reorder(self, indices: ArrayLike) -> None:
+    def _check_reorder(self, indices: ArrayLike) -> None:
         """Raise the error that `reorder` would raise."""
         for layer in self.layers:
             requests.check_rows(indices, layer.batch_size)
 
-    def check_repeat(self, repeats: int) -> None:
+    def _check_repeat(self, repeats: int) -> None:
         """Raise the error that `repeat` would raise."""
         integer("repeats", repeats, 1)
 
-    def check_reserve(self, query_length: SupportsIndex) -> None:
+    def _check_reserve(self, query_length: SupportsIndex) -> None:
         """Raise the error that `reserve` would raise."""
         new = integer("query_length", query_length, 0)
         for layer in self.layers:
-            layer.check_room(layer.get_seq_length(), new)
+            layer._check_room(layer.get_seq_length(), new)
 
-    def check_reset(self) -> None:
+    def _check_reset(self) -> None:
         """Raise the error that `reset` would raise: none."""
 
-    def check_compress(self, *arguments: Any, **options: Any) -> None:
+    def _check_compress(self, *arguments: Any, **options: Any) -> None:
         """Raise the error that `compress` would raise."""
         named = inspect.signature(type(self).compress).bind(self, *arguments, **options)
         named.apply_defaults()
@@ -357,7 +357,7 @@ class Cache(BaseCache):
         return compression.Compression(**arguments | split)
 
     def _select(self, indices: ArrayLike) -> None:
-        self.check_reorder(indices)
+        self._check_reorder(indices)
         self._change_batch(lambda layer: layer.reorder(indices))
 
     def _repeat(self, repeats: int) -> None:
@@ -366,7 +366,7 @@ class Cache(BaseCache):
     @all_layers
     def _change_batch(self, change: Callable[[Layer], None]) -> None:
         """Change the batch of every layer; those that need new arrays come before those that lose rows."""
-        for layer in sorted(self.layers, key=lambda layer: layer.reorders_in_place):
+        for layer in sorted(self.layers, key=lambda layer: layer._reorders_in_place):
             change(layer)
 
     @all_layers
@@ -382,7 +382,7 @@ class Cache(BaseCache):
     @one_call_at_a_time
     def to_legacy_cache(self) -> tuple[Pair, ...]:
         for layer in self.layers:
-            if layer.store is None or layer.span.oldest or layer.row_positions is not None:
+            if layer.store is None or layer.span.oldest or layer._row_positions is not None:
                 raise argument_error(layer.name, "a layer that stores all its tokens", layer)
         return tuple((layer.keys.copy(), layer.values.copy()) for layer in self.layers)
 
@@ -397,7 +397,7 @@ class Cache(BaseCache):
     @all_layers
     def _lie_in(self, allocate: allocation.Allocate, only_non_sliding: bool) -> None:
         for layer in self._with_next_layer():
-            layer.describe()  # raises for a layer that cannot be saved
+            layer._describe()  # raises for a layer that cannot be saved
         for layer in self.layers:
             self._place(layer, allocate, only_non_sliding)
         self._in_files = allocate, only_non_sliding
@@ -409,7 +409,7 @@ class Cache(BaseCache):
     def _place(self, layer: Layer, allocate: allocation.Allocate, only_non_sliding: bool) -> None:
         """Move a layer to where `allocate` makes arrays, unless it stays in memory."""
         if layer.window is None or not only_non_sliding:
-            layer.lie_in(allocate)
+            layer._lie_in(allocate)
 
     @classmethod
     def open(cls, directory: FilePath, keep: bool = True) -> Cache:
@@ -428,5 +428,5 @@ class Cache(BaseCache):
         """
         path, in_files = reading.saved_path(directory), allocation.InFiles(directory)
         cache = Cache(reading.read_layers(path, reading.read_file(path), in_files))
-        cache.use_files(in_files, True, keep)  # `read_layers` has moved them there
+        cache._use_files(in_files, True, keep)  # `read_layers` has moved them there
         return cache

@@ -114,7 +114,7 @@ def plan_layers(layers: Sequence[Any], request: Compression) -> tuple[dict[int, 
     for i, count in layer_counts(stored, len(layers), request).items():
         rows = rows_to_keep([layers[i]], layers, count, request)
         positions, rope = layers[i].positions[rows], request.rope[i]
-        plan = layers[i].plan("retain", positions, renumber=request.renumber, rows=rows, rope=rope)
+        plan = layers[i]._plan("retain", positions, renumber=request.renumber, rows=rows, rope=rope)
         plans[i] = plan._replace(frees=True)
     return plans, skipped
 
@@ -127,7 +127,7 @@ def compress(
     tokens, before = [layer.stored_tokens for layer in layers], sum(layer.nbytes for layer in layers)
     rearrange([plans.get(i) for i in range(len(layers))])
     for i in plans:
-        layers[i].trim()
+        layers[i]._trim()
     after = [layer.stored_tokens for layer in layers]
     return CompressionReport(tokens, after, before, sum(layer.nbytes for layer in layers), skipped)
 
@@ -181,7 +181,7 @@ class SequencesLayer:
         if self.stored_tokens:
             first = sequences[0]
             self.positions, self.rope_shifts = first.positions, first.rope_shifts
-            self.rope = (first.ropes or cache.ropes)[layer_idx]
+            self.rope = (first._ropes or cache._ropes(cache.rope))[layer_idx]
 
     @property
     def batch_size(self) -> int:
@@ -192,9 +192,9 @@ class SequencesLayer:
         """Return the position of the next token."""
         return int(self._sequences[0].next_position)
 
-    def stored(self) -> tuple[Array, ...]:
+    def _stored(self) -> tuple[Array, ...]:
         """Return copies of keys and values, [sequences, Hkv, tokens, D]; codes are decoded."""
-        sides = self._cache.ended_step(self._sequences).gather(self._layer_idx)
+        sides = self._cache._ended_step(self._sequences).gather(self._layer_idx)
         shape = len(self._sequences), self.stored_tokens
         return tuple(side.reshape(*shape, *side.shape[1:]).swapaxes(1, 2) for side in sides)
 
@@ -255,8 +255,8 @@ def layer_scores(function: ScoreOf, tokens: int, number: int, count: int) -> Arr
 
 def reason_to_skip(layer: Any) -> str | None:
     """Return why a layer cannot lose tokens; None if it can."""
-    if layer.why_kept is not None:
-        return layer.why_kept
+    if layer._why_kept is not None:
+        return layer._why_kept
     if layer.window is not None:
         return NO_WINDOW
     return None if layer.stored_tokens else EMPTY
@@ -341,7 +341,7 @@ def scores_of_layer(scorer: Scorer, layer: Any, number: int, count: int, request
 
 def stored_states(layer: Any) -> tuple[Array, Array]:
     """Return a layer's keys, rotated for their present positions, and its values; codes are decoded."""
-    keys, values = (np.asarray(side) for side in layer.stored())
+    keys, values = (np.asarray(side) for side in layer._stored())
     pieces = layer.rope_shifts
     if pieces[:, 2].any() and layer.rope != "none":
         shifts = np.repeat(pieces[:, 2], pieces[:, 1] - pieces[:, 0])

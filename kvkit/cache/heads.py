@@ -116,7 +116,7 @@ def scores_of_heads(layers: Sequence[Any], number: int, counts: Sequence[int], r
     layer, mask = layers[number], request.attn_mask
     if not isinstance(layer, RaggedLayer):
         return scores_of(layers, number, counts, request)
-    states, heads, length = layer.heads_states(), layer.lengths.shape[1], layer.get_seq_length()
+    states, heads, length = layer._heads_states(), layer.lengths.shape[1], layer.get_seq_length()
     real = heads_tokens(layer, mask).reshape(-1, layer.stored_tokens)  # a row for each head
 
     def score(head: Array, columns: Array) -> Array:
@@ -231,7 +231,7 @@ def counts_of_heads(
 def ragged_layer(layer: Any, rows: list[Array], rope: Any) -> RaggedLayer:
     """Return a ragged layer with the rows of a layer that each head keeps."""
     if isinstance(layer, RaggedLayer):
-        geometry, states = layer.geometry, layer.heads_states()
+        geometry, states = layer.geometry, layer._heads_states()
     else:
         keys, values = stored_states(layer)
         geometry, positions = layer.store.geometry, layer.positions
@@ -245,5 +245,5 @@ def ragged_layer(layer: Any, rows: list[Array], rope: Any) -> RaggedLayer:
     if geometry.key_dim != geometry.value_dim:
         sizes = f"keys of {geometry.key_dim} and values of {geometry.value_dim} elements"
         raise argument_error("budget", f"'uniform' or 'pyramid' for {sizes}", "a budget for each head")
-    ragged.fill_heads(geometry, kept, layer.get_seq_length())
+    ragged._fill_heads(geometry, kept, layer.get_seq_length())
     return ragged

@@ -36,7 +36,7 @@ class UnpaddedRow:
         """Return the position of the next token."""
         return self._next
 
-    def stored(self) -> Pair:
+    def _stored(self) -> Pair:
         """Return keys and values, [1, heads, tokens, D]."""
         return self._states
 

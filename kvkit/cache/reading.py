@@ -92,9 +92,9 @@ def restore_layer(
     try:
         layer = kinds.make_layer(about)
         if layer.window is None:
-            layer.lie_in(allocate)
-        layer.load(arrays, about["length"])
-        layer.record_past = about["record_past"]
+            layer._lie_in(allocate)
+        layer._load(arrays, about["length"])
+        layer._record_past = about["record_past"]
     except (KvkitError, AttributeError, ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise load_error(path, f"a valid layer {number}", error) from None
     return layer
@@ -133,7 +133,7 @@ def restore_paged(about: Mapping[str, Any], arrays: Mapping[str, Array], make: C
         )
         for i, metadata in enumerate(about["sequences"])
     ]
-    sequences = cache.blocks.restore(saved, published, set(blocks.tolist()))
+    sequences = cache.blocks._restore(saved, published, set(blocks.tolist()))
     count = about["rows"]
     if len({(seq.positions.tobytes(), seq.rope_shifts.tobytes()) for seq in sequences[:count]}) > 1:
         wanted = "sequences with equal positions"

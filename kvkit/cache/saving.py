@@ -47,13 +47,13 @@ def save(cache: Any, path: FilePath) -> None:
     layers: list[dict[str, Any]] = []
     arrays: dict[str, Array] = {}
     for i, layer in enumerate(cache.layers):
-        state = {"length": layer.get_seq_length(), "record_past": layer.record_past}
+        state = {"length": layer.get_seq_length(), "record_past": layer._record_past}
         layers.append(kinds.describe_layer(layer) | state)
-        own = layer.arrays() | layer.moves()
+        own = layer._arrays() | layer._moves()
         arrays |= {f"layers.{i}.{name}": array for name, array in own.items()}
     plain = all(name.endswith((".keys", ".values")) for name in arrays)
     line = PLAIN if plain and len(arrays) == 2 * len(layers) > 0 else None
-    version = MOVED_VERSION if any(layer.was_moved for layer in cache.layers) else VERSION
+    version = MOVED_VERSION if any(layer._was_moved for layer in cache.layers) else VERSION
     write_file(path, {"version": version, "layers": layers}, arrays, line)
 
 
@@ -64,38 +64,38 @@ def save_paged(cache: Any, path: FilePath, sequences: Iterable[Any]) -> None:
         raise argument_error("cache", "a cache without an open step", "an open step")
     saved = [*rows, *sequences]
     for seq in saved:
-        allocator.check(seq)
+        allocator._check(seq)
     if len(set(map(id, saved))) < len(saved):
         raise argument_error("sequences", "each sequence once", "one twice")
-    published = list(allocator.published())
-    blocks = {item.block for item in published}.union(*(seq.table for seq in saved))
+    published = list(allocator._published())
+    blocks = {item.block for item in published}.union(*(seq._table for seq in saved))
     numbers = np.array(sorted(blocks), np.int64)
     pools = zip(PAGED_ARRAYS, cache.store.blocks, strict=False)  # there may be no scales
     arrays = {"blocks": numbers} | {name: pool[:, :, numbers] for name, pool in pools}
     for i, seq in enumerate(saved):
         arrays[f"sequences.{i}.block_table"] = np.array(seq.blocks, np.int64)
         arrays[f"sequences.{i}.token_ids"] = seq.token_ids
-        if seq.intact is not None:
+        if seq._intact is not None:
             arrays[f"sequences.{i}.positions"] = seq.positions
             arrays[f"sequences.{i}.rope_shifts"] = seq.rope_shifts
-            arrays[f"sequences.{i}.segments"] = np.array(seq.borders, np.int64)
+            arrays[f"sequences.{i}.segments"] = np.array(seq._borders, np.int64)
     hashes, ids = (b"".join(getattr(item, name) for item in published) for name in ("digest", "token_ids"))
     arrays["published.blocks"] = np.array([item.block for item in published], np.int64)
     arrays["published.hashes"] = np.frombuffer(hashes, np.uint8).reshape(-1, HASH_BYTES)
     arrays["published.token_ids"] = np.frombuffer(ids, "<i8").reshape(-1, allocator.page_size)
-    described = [{"length": seq.length, "root": seq.chain[0].hex(), **moves_of(seq)} for seq in saved]
-    about = {"arguments": cache.describe(), "rows": len(rows), "sequences": described}
-    version = MOVED_VERSION if any(seq.intact is not None for seq in saved) else VERSION
+    described = [{"length": seq.length, "root": seq._chain[0].hex(), **moves_of(seq)} for seq in saved]
+    about = {"arguments": cache._describe(), "rows": len(rows), "sequences": described}
+    version = MOVED_VERSION if any(seq._intact is not None for seq in saved) else VERSION
     line = LATENT if cache.store.latent_dim else PAGED
     write_file(path, {"version": version, "paged": about}, arrays, line)
 
 
 def moves_of(seq: Any) -> dict[str, Any]:
     """Describe the removed and moved tokens of a sequence for a file; {} without any."""
-    if seq.intact is None:
+    if seq._intact is None:
         return {}
-    ropes = [describe_rotation(rope) for rope in seq.ropes or ()]
-    return {"next_position": seq.next_position, "intact": seq.intact, "rope": ropes}
+    ropes = [describe_rotation(rope) for rope in seq._ropes or ()]
+    return {"next_position": seq.next_position, "intact": seq._intact, "rope": ropes}
 
 
 def write_file(

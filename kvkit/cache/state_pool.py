@@ -63,7 +63,7 @@ class StatePool:
             raise argument_error("layers", "a list of layers", describe(layers))
         self.arrays: list[dict[str, Array]] = []
         for i, layer in enumerate(layers):
-            forms = layer.state_forms(dtype) if isinstance(layer, GatedDeltaLayer) else layer
+            forms = layer._state_forms(dtype) if isinstance(layer, GatedDeltaLayer) else layer
             if not isinstance(forms, Mapping) or not forms:
                 raise argument_error(
                     f"layers[{i}]", "a GatedDeltaLayer, or a dict of states", describe(layer)

@@ -56,8 +56,8 @@ def arrays_of_object(cache: Any) -> dict[str, Any]:
     for number, layer in enumerate(cache.layers):
         pair: Any = ()
         tokens, kind = slice(None), type(layer).__name__
-        if hasattr(layer, "stored"):  # a layer of kvkit
-            pair = layer.stored()
+        if hasattr(layer, "_stored"):  # a layer of kvkit
+            pair = layer._stored()
         elif "quantized" in kind.lower():
             got = f"a {kind}, whose .keys are only the last ones"
             raise argument_error("source", "a layer whose .keys are all of its keys", got)

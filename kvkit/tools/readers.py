@@ -205,15 +205,15 @@ def latent_cache(arrays: Mapping[str, Any], layers: Any) -> dict[str, Any]:
 def is_own(source: Any) -> bool:
     """Return whether a source is a cache object of kvkit."""
     layers = getattr(source, "layers", None)
-    return layers is not None and all(hasattr(layer, "stored") for layer in layers)
+    return layers is not None and all(hasattr(layer, "_stored") for layer in layers)
 
 
 def open_cache_object(cache: Any) -> CacheReader:
     """Open a cache object of kvkit."""
     if not len(cache.layers) or not cache.layers[0].batch_size:
         raise argument_error("source", "a cache that has tokens", "an empty cache")
-    arguments = [layer.describe() for layer in cache.layers if hasattr(layer, "describe")]
-    format = format_of_layers(arguments) if arguments else format_of_paged(cache.describe())
+    arguments = [layer._describe() for layer in cache.layers if hasattr(layer, "_describe")]
+    format = format_of_layers(arguments) if arguments else format_of_paged(cache._describe())
     count = len(cache.layers)
     return CacheReader(type(cache).__name__, count, lambda i: open_states(i, cache.layers[i]), format)
 
@@ -251,7 +251,7 @@ def open_states(i: int, layer: Any) -> LayerReader:
     """Open a layer object, whose keys and values are [batch, heads, tokens, dim]."""
     if layer.batch_size == 0:
         raise argument_error("source", "layers that have tokens", f"none in layer {i}")
-    keys, values = (np.asarray(side).swapaxes(1, 2) for side in layer.stored())
+    keys, values = (np.asarray(side).swapaxes(1, 2) for side in layer._stored())
     starts = list(range(0, keys.shape[0] * keys.shape[1] + 1, keys.shape[1]))
     key = open_sequences("keys", [{"codes": array} for array in keys], None)
     value = open_sequences("values", [{"codes": array} for array in values], None)

@@ -235,7 +235,7 @@ class Scene:
     def compare_heads(self, results, layer, query, mask, options):
         """Compare the results of a call with attention in float64 to each head's own tokens."""
         returned, sinks = options.pop("return_lse"), options.pop("sinks", None)
-        states = iter(self.cache.layers[layer].heads_states())
+        states = iter(self.cache.layers[layer]._heads_states())
         for b, head in np.ndindex(self.batch, self.heads):
             (keys, values, places), own = next(states), slice(head * GROUP, (head + 1) * GROUP)
             options["sinks"] = None if sinks is None else sinks[own]

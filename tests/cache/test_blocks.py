@@ -15,15 +15,15 @@ def test_hashes_are_as_specified():
     """sha256 over the hash before and ids as little-endian int64."""
     blocks = BlockAllocator(4, 2, identity=b"model")
     seq = filled(blocks, [1, -2, 3, 2**40])
-    chain = seq.chain[0]
-    for ids, link in (([1, -2], seq.chain[1]), ([3, 2**40], seq.chain[2])):
+    chain = seq._chain[0]
+    for ids, link in (([1, -2], seq._chain[1]), ([3, 2**40], seq._chain[2])):
         chain = hashlib.sha256(chain + b"".join(i.to_bytes(8, "little", signed=True) for i in ids)).digest()
         assert link == chain
 
 
 def test_what_decides_the_first_hash():
     def root(page_size=2, identity=b"model", salt=b"adapter"):
-        return BlockAllocator(4, page_size, identity=identity).add(salt=salt).chain[0]
+        return BlockAllocator(4, page_size, identity=identity).add(salt=salt)._chain[0]
 
     others = root(page_size=3), root(identity=b"other"), root(salt=b""), root(3, b"modela", b"dapter")
     assert root() == root()

@@ -158,7 +158,7 @@ def test_a_quantized_prompt_is_let_go_when_the_next_layer_is_updated():
         cache = first_step(QuantizedCache(num_layers=3, residual_length=16))
         assert max(layer.nbytes for layer in cache.layers[:2]) < prompt.nbytes / 2
         assert allocated() < 5 * prompt.nbytes
-        cache.layers[2].release_undo()
+        cache.layers[2]._release_undo()
         assert allocated() < 2 * prompt.nbytes
     finally:
         tracemalloc.stop()
@@ -174,7 +174,7 @@ def test_the_first_tokens_after_a_prompt_copy_nothing(tmp_path, layer, loaded):
 
     def prefilled(layer):
         layer.update(prompt, prompt)
-        layer.release_undo()
+        layer._release_undo()
         if not loaded:
             return layer
         Cache([layer]).save(tmp_path / "cache.npz")

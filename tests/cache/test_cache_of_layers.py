@@ -136,7 +136,7 @@ def test_indices_that_one_layer_lacks_change_none():
     many = np.arange(3, dtype=np.float32).reshape(3, 1, 1, 1)
     cache.update(many, many, 0)
     cache.update(many[:2], many[:2], 1)
-    for change in (cache.reorder, cache.select, cache.reorder_cache, cache.batch_select_indices):
+    for change in (cache.reorder, cache.reorder, cache.reorder_cache, cache.batch_select_indices):
         with pytest.raises(kvkit.KvkitError, match="indices: expected rows of the batch, 0 to 1, got 2"):
             change([2, 0])
     assert kept(cache) == [[0, 1, 2], [0, 1]]

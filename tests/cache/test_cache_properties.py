@@ -142,7 +142,7 @@ class Operations(RuleBasedStateMachine):
     def same(self, like=None):
         """Check that everything that can be seen is as in the model."""
         assert self.layer.get_seq_length() == len(self.model)
-        assert self.layer.record_past == self.model.recording
+        assert self.layer._record_past == self.model.recording
         for count in (0, 1, 3, 12):
             assert self.layer.get_mask_sizes(count) == self.model.sizes(count)
         if self.model.stored:
@@ -244,7 +244,7 @@ class Operations(RuleBasedStateMachine):
     def take(self, data):
         count = data.draw(st.sampled_from([self.batch, self.batch, 1, 3]))
         indices = data.draw(st.lists(st.integers(0, self.batch - 1), min_size=count, max_size=count))
-        data.draw(st.sampled_from([self.cache.reorder, self.cache.select]))(indices)
+        data.draw(st.sampled_from([self.cache.reorder, self.cache.reorder]))(indices)
         self.model.take(indices)
         self.batch = len(indices)
         self.same()
@@ -274,7 +274,7 @@ class Operations(RuleBasedStateMachine):
     @rule()
     def release_undo(self):
         """Release what only an undo needs, as an update of another layer does."""
-        self.layer.release_undo()
+        self.layer._release_undo()
         self.last_query()
 
     def last_query(self):
@@ -310,7 +310,7 @@ class Operations(RuleBasedStateMachine):
     @precondition(lambda self: self.kind != "paged")  # its arrays never grow
     @rule()
     def lack_room(self):
-        calls = [lambda: self.cache.repeat(2), lambda: self.cache.select([0] * (self.batch + 1))]
+        calls = [lambda: self.cache.repeat(2), lambda: self.cache.reorder([0] * (self.batch + 1))]
         if self.kind in ("dynamic", "sliding", "chunked"):
             calls.append(lambda: self.cache.update(*self.new(80), 0))
         for call in calls:

@@ -69,7 +69,7 @@ CONSTRUCTORS = [  # the message's beginning, and who says it
     ("layer_types[0]: expected full", lambda: DynamicCache(layer_types=[["full_attention"]])),
     ("layer_types: expected 2 types", lambda: DynamicCache(2, (each for each in ["full_attention"]))),
     ("slot_dtype: expected int64, or int32", lambda: BlockAllocator(4, 4, slot_dtype="nonsense")),
-    ("call: expected one of remove", lambda: DynamicLayer().plan("crop")),
+    ("call: expected one of remove", lambda: DynamicLayer()._plan("crop")),
     ("head_dim: expected a multiple of 48", lambda: QuantSpec("e4m3:g48").bytes_per_token(64)),
     ("head_dim: expected a multiple of 48", lambda: QuantSpec("uint4:g48").bytes_per_token(64)),
     ("head_dim: expected at least 1", lambda: QuantSpec("q4_0").bytes_per_token(-1)),
@@ -149,9 +149,9 @@ OTHERS = [
     ("length: expected at ", "crop", -6),
     ("indices: expected", "reorder", []),
     ("indices: expected rows ", "reorder", [0, 2]),
-    ("indices: expected rows ", "select", [-1]),
-    ("indices: expected integers", "select", [0.5]),
-    ("indices: expected", "select", [[0]]),
+    ("indices: expected rows ", "reorder", [-1]),
+    ("indices: expected integers", "reorder", [0.5]),
+    ("indices: expected", "reorder", [[0]]),
     ("repeats: expected at least 1", "repeat", 0),
     ("repeats: expected an integer", "repeat", 1.5),
     *(("layer_idx: expected", "get_mask_sizes", 1, layer) for layer in (1, -1, 1.5, "0", None)),
@@ -211,7 +211,7 @@ def test_no_memory_leaves_a_cache_as_it_was(kind, monkeypatch):
             raise MemoryError
         return real(*arguments, **more)
 
-    calls = [lambda: cache.repeat(2), lambda: cache.select([1])]
+    calls = [lambda: cache.repeat(2), lambda: cache.reorder([1])]
     calls += [lambda: cache.update(*new, 0)] if kind != "static" else []
     calls += [lambda: cache.reserve(60)] if kind in ("dynamic", "sliding") else []
     for call in calls:
@@ -246,7 +246,7 @@ def test_queries_whose_window_has_left():
     layer, query = SlidingWindowLayer(4), np.ones((1, 1, 2, 1), np.float32)
     append(layer, *range(300))
     layer.attend(query)
-    layer.release_undo()
+    layer._release_undo()
     layer.attend(query[:, :, :1])
     assert "query: expected queries of the last tokens, whose windows Sliding" in refused(layer.attend, query)
 

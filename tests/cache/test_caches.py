@@ -45,7 +45,7 @@ def test_sliding_vectors(rows):
 def test_aliases(kind):
     kind = type(LAYERS[kind]())
     assert kind.reorder_cache is kind.reorder
-    assert kind.batch_select_indices is kind.select
+    assert kind.batch_select_indices is kind.reorder
     assert kind.batch_repeat_interleave is kind.repeat
 
 

@@ -78,11 +78,11 @@ def grow(cache, count, rng, batch=2):
             pair = tuple(wide) if layer.ratio else None
             more = {"indexer": pair} if layer.index_dim else {}
             cache.update(rows_of(layer, count, rng, batch)[0][:, :1], pair, i, **more)
-        elif layer.of is None and layer.has_rows:
+        elif layer._of is None and layer._has_rows:
             cache.update(*rows_of(layer, count, rng, batch), i)
         elif isinstance(layer, GatedDeltaLayer):
             step(layer, count, length, batch)
-        elif layer.of is None:
+        elif layer._of is None:
             cache.update({"s": np.full((batch, 3), length + count, np.float32)}, count, i)
 
 
@@ -98,7 +98,6 @@ def calls(length, batch, rng, other):
         ("shift", (0, None), {"delta": 2, "rope": "none"}), ("shift", (0, None, 1, ROPE), {}),
         ("divide", (a, b, 2), {}), ("divide", (0, None, 2), {}), ("flatten", (), {}), ("flatten", (3,), {}),
         ("crop", (a,), {}), ("crop", (-b,), {}), ("crop", ("x",), {}), ("reorder", ([a, 0],), {}),
-        ("select", ([1, 0],), {}),
         ("reorder_cache", ([],), {}), ("batch_select_indices", ([0, 1],), {}), ("repeat", (a,), {}),
         ("batch_repeat_interleave", (1,), {}), ("reserve", (a,), {}), ("reserve", (60,), {}),
         ("append", (other,), {}), ("append", (other, a), {}), ("append", (other,), {"rope": ROPE}),
@@ -186,7 +185,7 @@ def test_rows_in_pages(latent, states):
         for _ in range(seed % 4):
             for i, layer in enumerate(cache.layers):
                 keys, values = rows_of(layer, 4, rng, 2)
-                if not layer.has_rows:
+                if not layer._has_rows:
                     cache.update({"s": np.ones((2, 3), np.float32)}, 4, i)
                 else:
                     cache.update(*((keys[..., :4], values[..., :4]) if latent else (keys, values)), i)
@@ -196,7 +195,7 @@ def test_rows_in_pages(latent, states):
             call, arguments, options = chosen[rng.integers(len(chosen))]
             if call in ("reserve", "repeat", "append") or "per_head" in options or options.get("budget"):
                 continue
-            named = call in ("crop", "reorder", "select", "reorder_cache", "batch_select_indices", "reset",
+            named = call in ("crop", "reorder", "reorder_cache", "batch_select_indices", "reset",
                              "batch_repeat_interleave")  # fmt: skip
             asked += 1
             legal += check(cache if named else cache.rows, cache, call, arguments, options)

@@ -149,7 +149,7 @@ def test_codes_are_scored_decoded_and_move_as_bytes():
         layer = cache.layers[0]
         cache.update(states(1), states(1), 0)
         layer.store.release_undo()
-        before, keys, held = layer.nbytes, layer.stored()[0], layer.store.sides[0].codes.nbytes
+        before, keys, held = layer.nbytes, layer._stored()[0], layer.store.sides[0].codes.nbytes
         scores = -np.linalg.norm(np.asarray(keys), axis=-1)
         report = cache.compress("knorm", keep=0.25)
         np.testing.assert_array_equal(layer.positions, kept_of(scores, 250))
@@ -379,6 +379,6 @@ def test_of_tokens_that_share_a_position_the_best_stay(kind, tmp_path):
     layer = cache.layers[0]
     assert layer.positions.ravel().tolist() == [0, 1, 2, 3]
     assert layer.get_seq_length() == 4
-    np.testing.assert_array_equal(layer.stored()[0], keys[:, :, best])
-    np.testing.assert_array_equal(layer.stored()[1], values[:, :, best])
+    np.testing.assert_array_equal(layer._stored()[0], keys[:, :, best])
+    np.testing.assert_array_equal(layer._stored()[1], values[:, :, best])
     cache.close()

@@ -139,7 +139,7 @@ def test_recorded_past(kind):
     cached.activate_past_recording()
     run(cached, kind, range(11, 21), 21, begin=10)
     cached.crop(10)
-    cached.stop_past_recording()
+    cached._stop_past_recording()
     out, _ = run(cached, kind, (13,), begin=10)
     wanted, _ = run(other, kind, ())
     np.testing.assert_allclose(out, wanted[10:], atol=2e-5)
@@ -174,7 +174,7 @@ def test_files_and_batches(kind, mapped, tmp_path):
     loaded = load(tmp_path / "a.npz")
     for one, other in zip(rows_of(cache.layers[0]), rows_of(loaded.layers[0]), strict=True):
         np.testing.assert_array_equal(one, other)
-    cache.select([1, 0, 1])
+    cache.reorder([1, 0, 1])
     wanted = run(made(kind), kind, ())[0][14:]
     for each, batch in ((cache, 3), (loaded, 2)):
         layer = each.layers[0]
@@ -213,7 +213,7 @@ def test_rows_of_584_bytes():
     for got, again in zip(rows_of(one), rows_of(two), strict=True):
         np.testing.assert_array_equal(got, again)
     coded = kvkit.formats.encode(plain.rows.reshape(-1, 512), "ds_v4")["codes"]
-    np.testing.assert_array_equal(one.arrays()["rows"].reshape(-1, 584), coded)
+    np.testing.assert_array_equal(one._arrays()["rows"].reshape(-1, 584), coded)
     np.testing.assert_allclose(one.index_keys, plain.index_keys, atol=np.abs(plain.index_keys).max() / 16)
     assert one.nbytes == (127 + 37) * 584 + 37 * 132 + 65_536 + 16_384
     query = rng.standard_normal((1, 64, 1, 512), np.float32)

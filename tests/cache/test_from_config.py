@@ -72,7 +72,7 @@ def test_layers_rotate_by_their_own_base():
     cache, states = from_config(config), np.ones((1, 2, 9, 8), np.float16)
     for i in range(4):
         cache.update(states, states, i)
-    assert [layer.of for layer in cache.layers[4:]] == [3, 2]
+    assert [layer._of for layer in cache.layers[4:]] == [3, 2]
     assert [layer.rope.theta for layer in cache.layers[:4]] == [1e4, 1e4, 1e6, 1e4]
     assert [layer.rope for layer in cache.layers[4:]] == ["none"] * 2
 

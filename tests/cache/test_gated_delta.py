@@ -125,7 +125,7 @@ def test_rounds_of_drafts_as_assisted_generation_makes_them():
         assert_states(layer, model.expected(done)[1])
     with pytest.raises(KvkitError, match=r"GatedDeltaLayer: expected .* tokens to stay"):
         layer.crop(3)
-    layer.stop_past_recording()
+    layer._stop_past_recording()
     model.step(layer, done, done + 1)
     assert_states(layer, model.expected(done + 1)[1])
 
@@ -150,7 +150,7 @@ def test_rows_of_the_batch(tmp_path):
     states = model.expected(10)[1]
     cache.reorder([2, 0, 1])
     assert_states(cache.layers[0], {name: array[[2, 0, 1]] for name, array in states.items()})
-    cache.select([0, 1])
+    cache.reorder([0, 1])
     cache.repeat(2)
     rows = [2, 2, 0, 0]
     assert_states(cache.layers[0], {name: array[rows] for name, array in states.items()})

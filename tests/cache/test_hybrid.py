@@ -220,7 +220,7 @@ def test_blocks_beside_states_and_shared_rows(tmp_path):
     for cache in both:
         cache.crop(9)
         cache.repeat(2)
-        cache.select([3, 0])
+        cache.reorder([3, 0])
         step(cache, 2)
     outputs()
     assert both[0].rows.can("remove", 2, 3) == (

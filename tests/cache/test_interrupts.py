@@ -41,7 +41,7 @@ CALLS = {
     "retain": lambda cache: rows_of(cache).retain([0, 2, 3, 9, 10, 11]),
     "shift": lambda cache: rows_of(cache).shift(4, None, 3),
     "reorder": lambda cache: cache.reorder([1, 0]),
-    "select": lambda cache: cache.select([1, 0, 0]),
+    "reorder to more": lambda cache: cache.reorder([1, 0, 0]),
     "repeat": lambda cache: cache.repeat(2),
     "compress": lambda cache: rows_of(cache).compress("knorm", keep=0.5),
     "compress by head": lambda cache: cache.compress("knorm", budget=[[3, 9]] * len(cache)),
@@ -108,7 +108,7 @@ def outcome(cache):
     ]
     empty = not layers[0].batch_size or not layers[0].get_seq_length()
     before = [] if empty else attended(cache)
-    stored = [bits(map(np.asarray, one.stored())) for one in layers if one.has_rows and not empty]
+    stored = [bits(map(np.asarray, one._stored())) for one in layers if one._has_rows and not empty]
     return seen, before, stored, bits(append_all(cache, 2, 90)), bits(append_all(cache, 1, 91))
 
 
@@ -188,10 +188,10 @@ def check_lines(kind, call, files, error, first, stride):
 
 def check_refused(cache, line):
     """Check that every later call is refused, and that a reset cache is as a new one."""
-    lost = [layer for layer in cache.layers if layer.of is None]
+    lost = [layer for layer in cache.layers if layer._of is None]
     calls = (lambda layer: layer.get_seq_length(), lambda layer: layer.keys, lambda layer: layer.crop(-1))
     for call, layer in itertools.product(calls, () if hasattr(cache, "rows") else lost):
-        if layer.has_rows:
+        if layer._has_rows:
             with pytest.raises(KvkitError, match=REFUSAL):
                 call(layer)
     with pytest.raises(KvkitError, match=REFUSAL):
@@ -250,7 +250,7 @@ def test_an_allocation_that_fails_leaves_every_layer_as_it_was(kind, call, monke
     for left in itertools.count():
         cache, allocate = filled(kind, False), Failing()
         for layer in cache.layers:
-            layer.lie_in(allocate)
+            layer._lie_in(allocate)
         monkeypatch.setattr(allocation, "InFiles", lambda folder, allocate=allocate: allocate)
         allocate.folder, allocate.left = None, left
         try:

@@ -92,9 +92,9 @@ def test_fragments_behind_one_another(rng, kind, files, tmp_path):
     atol = 0.05 if kind in CODED else 3e-6
     for i, part in enumerate(parts[1:], 2):
         other = filled(kind, part)
-        before = [array.tobytes() for array in other.layers[0].arrays().values()]
+        before = [array.tobytes() for array in other.layers[0]._arrays().values()]
         cache.append(other)
-        assert [array.tobytes() for array in other.layers[0].arrays().values()] == before
+        assert [array.tobytes() for array in other.layers[0]._arrays().values()] == before
         keys, values = (np.concatenate([each[side] for each in parts[:i]], 2) for side in (0, 1))
         check(cache, rng, keys, values, atol)
     assert len(cache.layers[0].rope_shifts) == (3 if kind == "window" else len(parts))
@@ -129,9 +129,9 @@ def test_a_fragment_between_tokens(rng, kind, at):
 
 def test_codes_are_copied_as_bytes(rng):
     first, second = (filled("channels", part) for part in states(rng, 23, 30))
-    own, theirs = (each.layers[0].arrays() for each in (first, second))
+    own, theirs = (each.layers[0]._arrays() for each in (first, second))
     first.append(second)
-    joined = first.layers[0].arrays()
+    joined = first.layers[0]._arrays()
     for name in "keys.codes", "values.codes":
         a, b = own[name].shape[2], theirs[name].shape[2]
         assert joined[name][:, :, :a].tobytes() == own[name].tobytes()

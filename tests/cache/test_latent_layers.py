@@ -194,7 +194,7 @@ def test_what_is_refused():
 def test_files_of_the_version_before_name_the_dtype_of_the_rotated_part():
     about = {"latent_dim": 512, "rope_dim": 64, "format": "ds_mla", "rope_dtype": "bfloat16"}
     layer = kinds.make_layer({"kind": "LatentLayer", "arguments": about})
-    assert layer.describe() == {"latent_dim": 512, "rope_dim": 64, "format": "ds_mla"}
+    assert layer._describe() == {"latent_dim": 512, "rope_dim": 64, "format": "ds_mla"}
 
 
 def test_coded_rows_may_be_none():
@@ -203,4 +203,4 @@ def test_coded_rows_may_be_none():
     layer.update(states(1, 1, 0, 512), states(1, 1, 0, 64))
     assert layer.get_seq_length() == 3
     layer.crop(-3)
-    assert layer.stored()[0].shape == (1, 1, 0, 576)
+    assert layer._stored()[0].shape == (1, 1, 0, 576)

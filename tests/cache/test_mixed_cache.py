@@ -39,7 +39,7 @@ def test_a_mix_is_its_layers_made_by_hand(pairs, by_sides):
     for got, want in zip(*(filled(each, np.random.default_rng(7)) for each in (mixed, own)), strict=True):
         assert got.tobytes() == want.tobytes()
     for got, want in zip(mixed.layers, own.layers, strict=True):
-        assert got.describe() == want.describe()
+        assert got._describe() == want.describe()
         stored, expected = got.arrays(), want.arrays()
         assert stored.keys() == expected.keys()
         assert all(stored[name].tobytes() == expected[name].tobytes() for name in stored)
@@ -50,7 +50,7 @@ def test_a_mixed_cache_is_saved_with_the_formats_of_its_layers(rng, tmp_path):
     filled(cache, rng)
     cache.save(tmp_path / "cache.safetensors")
     loaded = load(tmp_path / "cache.safetensors")
-    assert [each.describe() for each in loaded.layers] == [each.describe() for each in cache.layers]
+    assert [each._describe() for each in loaded.layers] == [each.describe() for each in cache.layers]
 
 
 def test_a_mix_comes_from_a_file(rng, tmp_path):
@@ -61,7 +61,7 @@ def test_a_mix_comes_from_a_file(rng, tmp_path):
         QuantizedCache(str(path), **NO_WINDOW),
         QuantizedCache("int8:g16@2/kivi4", num_layers=3, **NO_WINDOW),
     )
-    assert len({json.dumps([layer.describe() for layer in each.layers]) for each in caches}) == 1
+    assert len({json.dumps([layer._describe() for layer in each.layers]) for each in caches}) == 1
     with pytest.raises(KvkitError, match="num_layers: expected 3, as in the file of int8:g16@-1/kivi4"):
         QuantizedCache.from_file(path, num_layers=4)
 

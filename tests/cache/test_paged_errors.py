@@ -99,7 +99,7 @@ def test_what_decides_the_first_hash():
         {"salt": b"model"}, {"quant_bit": 0, "quant_format": "e4m3"},
         {"quant_bit": 0, "quant_format": "e4m3", "scale": 2.0},
     ]  # fmt: skip
-    chains = [PagedCache(**{**usual, **change}).blocks.add().chain[0] for change in changes]
+    chains = [PagedCache(**{**usual, **change}).blocks.add()._chain[0] for change in changes]
     assert len(set(chains)) == len(changes)
     for same in ({"num_blocks": 9}, {"cache_layout": 0}):
-        assert PagedCache(**{**usual, **same}).blocks.add().chain[0] == chains[0]
+        assert PagedCache(**{**usual, **same}).blocks.add()._chain[0] == chains[0]

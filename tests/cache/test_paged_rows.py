@@ -76,7 +76,7 @@ def test_formats(name, rng, tmp_path):
     output = cache.attend(query, 0)
     for again in (load(tmp_path / "cache.npz"), copy.deepcopy(cache)):
         np.testing.assert_array_equal(again.attend(query, 0), output)
-    cache.select([1, 0])
+    cache.reorder([1, 0])
     np.testing.assert_array_equal(cache.layers[0].keys, wanted[0][[1, 0]])
 
 
@@ -172,7 +172,7 @@ def test_a_copy_goes_on_by_itself(copied, kind):
     for i in range(LAYERS):
         cache.update(*states, i)
         cache.attend(states[0], i)
-    cache.select([0, 0])
+    cache.reorder([0, 0])
     cache.update(*states, 0)
     again, before = copied(cache), cache.cache.copy()
     results = go_on(again, -states)

@@ -105,10 +105,10 @@ class Server:
         for seq, cells in self.cells.items():
             assert seq.positions.tolist() == [at for at, *_ in cells.cells]
             assert (seq.next_position, seq.length) == (cells.length, len(cells.cells))
-            assert len(seq.borders) < 8
+            assert len(seq._borders) < 8
             assert len(seq.blocks) == sum(
                 -(-(end - begin) // blocks.page_size)
-                for begin, end, *_ in seq.segments(blocks.page_size, seq.length)
+                for begin, end, *_ in seq._segments(blocks.page_size, seq.length)
             )
 
     def come_back(self, path):
@@ -123,7 +123,7 @@ class Server:
 
 
 def bytes_of(cache, seq):
-    rows = seq.rows(cache.store.page_size)
+    rows = seq._rows(cache.store.page_size)
     at = divmod(rows, cache.store.page_size)
     return [side[at].tobytes() for array in cache.store.blocks for layer in array for side in layer]
 
@@ -195,7 +195,7 @@ def test_a_thousand_random_calls_are_as_the_cells(page_size, tmp_path):
         cache, blocks = server.cache, server.cache.blocks
         seq = list(server.cells)[rng.integers(len(server.cells))]
         name, arguments, options = random_call(rng, seq)
-        before = {one: (one.blocks, one.borders, one.intact, bytes_of(cache, one)) for one in server.cells}
+        before = {one: (one.blocks, one._borders, one._intact, bytes_of(cache, one)) for one in server.cells}
         refusal, free = cache.can(name, seq, *arguments, **options), blocks.available
         try:
             if refusal is None:
@@ -210,7 +210,9 @@ def test_a_thousand_random_calls_are_as_the_cells(page_size, tmp_path):
         except OutOfBlocksError:
             done["full"] += 1
             assert free == blocks.available
-        assert before == {one: (one.blocks, one.borders, one.intact, bytes_of(cache, one)) for one in before}
+        assert before == {
+            one: (one.blocks, one._borders, one._intact, bytes_of(cache, one)) for one in before
+        }
         server.check_books()
         if rng.random() < 0.3:
             begin, end = sorted(rng.integers(0, 2 + seq.next_position, 2).tolist())
@@ -245,7 +247,7 @@ def test_a_removal_copies_what_stays_of_one_page_and_releases_whole_ones():
     branch = server.fork(seq)
     before, free = bytes_of(server.cache, branch), server.cache.blocks.available
     server.call("remove", seq, 2, 17)  # pages 1 to 3 go, 17 to 19 of page 4 are copied
-    assert (seq.blocks, seq.borders) == ([0, 6, 5], [2, 5])
+    assert (seq.blocks, seq._borders) == ([0, 6, 5], [2, 5])
     assert server.cache.blocks.available == free - 1
     server.free(branch)
     assert server.cache.blocks.references.tolist()[:7] == [1, 0, 0, 0, 0, 1, 1]
@@ -253,10 +255,10 @@ def test_a_removal_copies_what_stays_of_one_page_and_releases_whole_ones():
         side[: 2 * 64] + side[17 * 64 :] for side in before
     ]  # 64 bytes: two heads
     server.call("remove", seq, 1, 18)  # alone, so that token 18 lies behind token 0, in its page
-    assert (seq.blocks, seq.borders) == ([0, 5], [3])
+    assert (seq.blocks, seq._borders) == ([0, 5], [3])
     server.decode((seq, 3))
     server.call("remove", seq, 0)
-    assert (seq.blocks, seq.borders, seq.intact) == ([], [], None)
+    assert (seq.blocks, seq._borders, seq._intact) == ([], [], None)
     server.decode((seq, 3))
     server.check_books()
 
@@ -268,12 +270,12 @@ def test_a_ninth_segment_lets_all_be_copied_from_the_first_hole_on():
     for i in range(8):
         server.call("remove", seq, 8 * i + 4, 8 * i + 7)
         server.decode((seq, 0), (branch, 1))
-    assert len(seq.borders) < 8
+    assert len(seq._borders) < 8
     for i in range(20):  # of turns, too, there are eight at most
         at = seq.positions[2 * i + 1]
         server.call("shift", seq, int(at), None, 1)
         server.decode((seq, 1))
-        assert len(seq.borders) < 8
+        assert len(seq._borders) < 8
     server.check_books()
 
 
@@ -287,11 +289,11 @@ def test_prefixes_are_published_up_to_the_first_hole():
     other = server.cache.blocks.add(ids)
     assert (other.length, other.blocks) == (12, [0, 1, 2])  # what the first one had published before
     server.cache.blocks.free(other)
-    assert len(first.chain) == 2
+    assert len(first._chain) == 2
     server.call("remove", first, 6)  # and the hole is gone
     server.cache.blocks.extend(first, [6, 7, 90, 91, 92, 93])
     server.decode((first, 6))
-    assert len(first.chain) == 4
+    assert len(first._chain) == 4
     assert server.cache.blocks.add([*range(8), 90, 91, 92, 93, 94]).length == 12
 
 

@@ -85,11 +85,11 @@ def test_any_history_is_that_of_plain_lists(room, history, window, read_back, ma
             model.all("crop", length - number)
         elif kind in ("take", "repeat") and length:
             index = [seed % batch, number % batch] if kind == "take" else np.repeat(np.arange(batch), 2)
-            layer.select(index) if kind == "take" else layer.repeat(2)
+            layer.reorder(index) if kind == "take" else layer.repeat(2)
             model.all("take", index)
             batch = len(index)
             if batch > 4:
-                layer.select([0])
+                layer.reorder([0])
                 model.all("take", [0])
                 batch = 1
         elif kind == "record":

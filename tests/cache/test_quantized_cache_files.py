@@ -73,7 +73,7 @@ def test_a_file_is_as_small_as_the_codes(path):
     layer, x = QuantizedLayer(**OPTIONS), states(2048)
     layer.update(*x)
     Cache([layer]).save(path)
-    layer.release_undo()
+    layer._release_undo()
     ends = 8 * layer.store.sides[0].block_count
     assert layer.nbytes + ends < path.stat().st_size < layer.nbytes + ends + 8192
     assert path.stat().st_size < sum(array.nbytes for array in x) / 3

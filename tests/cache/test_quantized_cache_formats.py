@@ -46,7 +46,7 @@ def read(x, spec, value):
 def test_what_comes_back(rng, name):
     states, spec = tokens(rng), SPECS[name]
     layer, views = filled(spec, states)
-    for value, (view, stored, given) in enumerate(zip(views, layer.stored(), states, strict=True)):
+    for value, (view, stored, given) in enumerate(zip(views, layer._stored(), states, strict=True)):
         seen, held = np.asarray(view), np.asarray(stored)
         exact = {"atol": 2e-5 if "+" in spec.format else 0}
         np.testing.assert_allclose(seen[:, :, 25:], given[:, :, 25:], **exact)  # the window before the update

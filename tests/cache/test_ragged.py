@@ -283,7 +283,7 @@ def test_batches_crops_and_copies(tmp_path):
         again = other.layers[0]
         assert again.positions.tolist() == layer.positions.tolist()
         assert again.rope_shifts.tolist() == layer.rope_shifts.tolist()
-        assert [side.tobytes() for side in again.stored()] == [side.tobytes() for side in layer.stored()]
+        assert [side.tobytes() for side in again._stored()] == [side.tobytes() for side in layer._stored()]
         assert other.attend(query, 0).tobytes() == scene.cache.attend(query, 0).tobytes()
         other.update(normal(1), normal(1), 0)
         assert other.get_seq_length() == scene.cache.get_seq_length() + 1
@@ -310,7 +310,7 @@ def test_a_layer_whose_holes_were_closed_is_saved_and_loaded(tmp_path):
     saved, loaded = cache.layers[0], load(tmp_path / "closed.npz").layers[0]
     assert loaded.positions.tolist() == saved.positions.tolist()
     assert loaded.rope_shifts.tolist() == saved.rope_shifts.tolist()
-    assert [seq.intact for seq in loaded.sequences] == [seq.intact for seq in saved.sequences]
+    assert [seq._intact for seq in loaded.sequences] == [seq._intact for seq in saved.sequences]
 
 
 def test_heads_are_compressed_again():
@@ -361,11 +361,11 @@ WRONG = {
 def test_refusals_change_nothing(case):
     (call, message), cache = WRONG[case], Scene(keep=0.4, budget="ada").cache
     layer = cache.layers[0]
-    before = layer.positions.tolist(), *(side.tobytes() for side in layer.stored())
+    before = layer.positions.tolist(), *(side.tobytes() for side in layer._stored())
     with pytest.raises(KvkitError) as caught:
         call(cache)
     assert str(caught.value).startswith(message)
-    assert before == (layer.positions.tolist(), *(side.tobytes() for side in layer.stored()))
+    assert before == (layer.positions.tolist(), *(side.tobytes() for side in layer._stored()))
 
 
 def test_a_layer_that_reads_the_rows_of_another_goes_on_with_it():

@@ -210,7 +210,7 @@ def test_attention_after_a_call_is_that_under_a_mask_and_codes_stay(kind):
         layer.update(keys[:, :, 33:40], values[:, :, 33:40])
         if hasattr(layer.store, "attend_to_codes"):
             layer.store.attend_to_codes()
-        layer.release_undo()
+        layer._release_undo()
     gone = np.zeros(46, bool)
     if moved.window is None:
         gone[[1, *range(6, 17), 20, 22, 38]] = True
@@ -318,7 +318,7 @@ def test_crop_update_and_masks_count_positions():
     assert cache.layers[1].positions.tolist() == [0, 1, 2, 15, 16]
     cache.crop(-16)
     assert cache.layers[1].positions.tolist() == [0]
-    assert cache.layers[1].row_positions is None  # the fast path again
+    assert cache.layers[1]._row_positions is None  # the fast path again
     cache.shift(0, None, 2)
     with pytest.raises(KvkitError, match="attn_mask"):
         cache.attend(tokens(1), 1, np.ones((1, 2), bool))
@@ -355,12 +355,12 @@ def test_illegal_calls_are_refused_and_change_nothing(call, arguments, sentence)
     layer.rope = ROPE
     if "earlier" in sentence:
         layer.shift(0, None, 1)
-    state = layer.row_positions
+    state = layer._row_positions
     options = {"rope": arguments[3]} if len(arguments) > 3 else {}
     with pytest.raises(KvkitError, match=sentence) as error:
         getattr(layer, call)(*arguments[:3], **options)
     assert layer.can(call, *arguments[:3], **options) == str(error.value) == layer.can(call, *arguments)
-    assert layer.row_positions is state
+    assert layer._row_positions is state
     with pytest.raises(KvkitError, match="one of remove, retain"):
         layer.can("update")
 
@@ -390,5 +390,5 @@ def test_files_say_how_keys_were_rotated(tmp_path, rope):
         filled(layer)
     cache.save(tmp_path / "plain.npz")
     plain = load(tmp_path / "plain.npz")
-    assert plain.layers[0].row_positions is None
+    assert plain.layers[0]._row_positions is None
     assert [layer.rope for layer in plain.layers] == [rope, rope]

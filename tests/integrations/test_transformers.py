@@ -123,7 +123,7 @@ def test_a_folder_knows_what_is_recorded(tmp_path, tokens):
             layer.record_past = recording
         cache.cache.save(tmp_path / "cache" / "cache.npz")
         with kvkit.cache.Cache.open(tmp_path / "cache", keep=False) as again:
-            assert [layer.record_past for layer in again.layers] == [recording, recording, False]
+            assert [layer._record_past for layer in again.layers] == [recording, recording, False]
         assert [layer.record_past for layer in cache.layers] == [recording, recording, False]
     cache.cache.close()
 

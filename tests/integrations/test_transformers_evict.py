@@ -160,7 +160,7 @@ def test_pages_and_latent_rows(kind, scorer, model):
     with torch.inference_mode():
         model(IDS, past_key_values=whole)
         for own, layer in zip(whole.cache.layers, cache.cache.layers, strict=True):
-            own.retain(layer.row_positions.positions[:20])
+            own.retain(layer._row_positions.positions[:20])
         for i in range(7):
             after = model(tokens[:, i : i + 1], past_key_values=whole).logits[:, -1]
             torch.testing.assert_close(logits[i + 1], after, atol=1e-4, rtol=0)

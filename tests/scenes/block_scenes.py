@@ -25,7 +25,7 @@ def filled(blocks, token_ids):
 def state(blocks, *sequences):
     """Return the state that an error must not change."""
     held = [
-        (seq.blocks, seq.length, seq.token_ids.tolist(), seq.pending, list(seq.chain)) for seq in sequences
+        (seq.blocks, seq.length, seq.token_ids.tolist(), seq._pending, list(seq._chain)) for seq in sequences
     ]
     return pickle.dumps(vars(blocks._pool)), held, blocks.open_step
 

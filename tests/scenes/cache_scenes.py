@@ -73,4 +73,4 @@ def state(cache):
     bits = [(side.dtype, side.shape, side.tobytes()) for side in (layer.keys, layer.values)]
     attention = layer.attend(np.ones((*layer.keys.shape[:2], 1, layer.keys.shape[3]), layer.keys.dtype))
     room = cache.blocks.available if isinstance(cache, PagedCache) else None
-    return layer.get_seq_length(), sizes, bits, layer.record_past, attention.tobytes(), room
+    return layer.get_seq_length(), sizes, bits, layer._record_past, attention.tobytes(), room

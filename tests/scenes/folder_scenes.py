@@ -69,8 +69,8 @@ def assert_same(one, other):
     assert len(one) == len(other)
     for a, b in zip(one.layers, other.layers, strict=True):
         assert type(a) is type(b)
-        assert (a.get_seq_length(), a.describe(), a.record_past) == (
-            b.get_seq_length(), b.describe(), b.record_past,
+        assert (a.get_seq_length(), a._describe(), a._record_past) == (
+            b.get_seq_length(), b._describe(), b._record_past,
         )  # fmt: skip
         assert bits(a.keys) == bits(b.keys)
         assert bits(a.values) == bits(b.values)

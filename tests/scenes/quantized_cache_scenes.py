@@ -42,9 +42,9 @@ KINDS = tuple(SPECS.values())
 
 
 def assert_same(one, other):
-    assert one.describe() == other.describe()
+    assert one._describe() == other._describe()
     assert one.get_seq_length() == other.get_seq_length()
-    assert one.record_past == other.record_past
+    assert one._record_past == other._record_past
     one, other = copy.deepcopy((one, other))
     for layer in (one, other):
         if layer.store:

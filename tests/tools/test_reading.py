@@ -41,7 +41,7 @@ def test_a_saved_cache_is_what_it_was(rng, tmp_path, cache, format):
         for i, layer in enumerate(cache.layers):
             read = found.layer(i)
             assert read.starts == [0, TOKENS, 2 * TOKENS]
-            for side, expected in zip((read.key, read.value), layer.stored(), strict=True):
+            for side, expected in zip((read.key, read.value), layer._stored(), strict=True):
                 part = slice(TOKENS - 5, TOKENS + 7)  # of both sequences
                 expected = expected.swapaxes(1, 2).reshape(-1, HEADS, DIM)[part]
                 assert (side.tokens, side.heads, side.dim, side.bits) == (2 * TOKENS, HEADS, DIM, 16)

@@ -277,7 +277,7 @@ def test_a_quantized_cache_takes_so_much(name, residual, sink):
             for part in (states[:, :, :-1], states[:, :, -1:]):
                 if part.shape[2]:
                     cache.update(part, part, i)
-            cache.layers[i].release_undo()
+            cache.layers[i]._release_undo()
         for i in (0, 2):
             cache.layers[i].store.release_undo()  # copies of what the last step coded
         options = {"residual_length": residual, "sink": sink, "engine": "kvkit"}

@@ -85,7 +85,7 @@ class BlockAllocator:
         self._identity = str(self.page_size).encode(), check_bytes("identity", identity)
         self._pool, self._copy_rows = Pool(self.num_blocks), copy_rows
         self.open_step: Step | None = None
-        self.guard = Guard()
+        self._guard = Guard()
 
     @property
     def available(self) -> int:
@@ -116,27 +116,27 @@ class BlockAllocator:
             Its ``length`` is the number of its tokens that are in the cache already.
         """
         seq = Sequence(self, encode_ids(token_ids), [root_hash(*self._identity, check_bytes("salt", salt))])
-        for i in range((seq.id_count - 1) // self.page_size):
-            ids = seq.page_ids(i, self.page_size)
-            digest = chain_hash(seq.chain[-1], ids)
+        for i in range((seq._id_count - 1) // self.page_size):
+            ids = seq._page_ids(i, self.page_size)
+            digest = chain_hash(seq._chain[-1], ids)
             block = self._pool.find(digest, ids)
             if block is None:
                 break
-            seq.chain.append(digest)
-            seq.table.append(block)
+            seq._chain.append(digest)
+            seq._table.append(block)
             seq.length += self.page_size
-        self._pool.share(seq.table)
+        self._pool.share(seq._table)
         return seq
 
     @whole_or_refused
     def extend(self, seq: Sequence, token_ids: ArrayLike) -> None:
         """Append the ids of the next tokens, so that the blocks that they fill can be shared."""
-        self.check(seq)
-        ids, tokens = encode_ids(token_ids), seq.length + seq.pending
-        if seq.id_count < tokens:
+        self._check(seq)
+        ids, tokens = encode_ids(token_ids), seq.length + seq._pending
+        if seq._id_count < tokens:
             wanted = f"a sequence with ids for all its {tokens} tokens"
-            raise argument_error("seq", wanted, f"{seq.id_count} ids")
-        seq.ids += ids
+            raise argument_error("seq", wanted, f"{seq._id_count} ids")
+        seq._ids += ids
 
     @whole_or_refused
     def fork(self, seq: Sequence, begin: SupportsIndex = 0, end: SupportsIndex | None = None) -> Sequence:
@@ -158,20 +158,20 @@ class BlockAllocator:
         OutOfBlocksError
             If no block is free for the copy.
         """
-        self.check(seq, at_rest=True)
+        self._check(seq, at_rest=True)
         begin = integer("begin", begin, 0)
         end = seq.next_position if end is None else integer("end", end, begin)
         if not begin and end >= seq.next_position:
-            self._pool.share(seq.table)
-            return seq.copy()
-        self.check_movable(seq)
-        now = seq.all_positions()
+            self._pool.share(seq._table)
+            return seq._copy()
+        self._check_movable(seq)
+        now = seq._all_positions()
         kept = (now.positions >= begin) & (now.positions < end)
         after = RowPositions(now.positions[kept], now.shifts[kept], min(end, now.length))
         plan = Rearrangement(kept, after, rope=None)  # no key is moved
         layout = self._layout(seq, plan, is_own=lambda block: False)  # `seq` keeps its blocks
         self._check_room([layout], freed=0)
-        other = seq.copy()
+        other = seq._copy()
         self._pool.share(block for block in layout.pages if block >= 0)
         self._apply([(other, layout)], plan)
         return other
@@ -189,51 +189,51 @@ class BlockAllocator:
             Tokens to keep; negative: tokens to drop; 0 drops none. After tokens were removed or moved,
             positions count: the next token's, or negative by how many it goes back.
         """
-        self.check(seq, at_rest=True)
-        if seq.intact is not None:
+        self._check(seq, at_rest=True)
+        if seq._intact is not None:
             length = requests.length_after_crop(length, seq.next_position)
-            self._rearrange([seq], PLANS["remove"](seq.all_positions(), None, length))
+            self._move_tokens([seq], PLANS["remove"](seq._all_positions(), None, length))
             return
         length = integer("length", length, -seq.length)
         kept = min(length, seq.length) if length > 0 else seq.length + length
         if kept < seq.length:
             seq.length = kept
             self._keep_pages(seq)
-            del seq.ids[ID_BYTES * kept :], seq.chain[1 + kept // self.page_size :]
+            del seq._ids[ID_BYTES * kept :], seq._chain[1 + kept // self.page_size :]
 
     @whole_or_refused
-    def rearrange(self, sequences: Collection[Sequence], plan: Rearrangement, ropes: list[Any]) -> None:
+    def _rearrange(self, sequences: Collection[Sequence], plan: Rearrangement, ropes: list[Any]) -> None:
         """Remove and move tokens of sequences that have equal positions. After an error none has changed.
 
         No other sequence changes. `ropes` says how the keys of each layer are rotated. Keys that `plan`
         rotates in memory move to unshared blocks; the caller rotates them there.
         """
         for seq in sequences:
-            self.check_movable(seq)
-        self._rearrange(sequences, plan)
+            self._check_movable(seq)
+        self._move_tokens(sequences, plan)
         for seq in sequences:
-            seq.ropes = ropes
+            seq._ropes = ropes
 
-    def _rearrange(self, sequences: Collection[Sequence], plan: Rearrangement) -> None:
+    def _move_tokens(self, sequences: Collection[Sequence], plan: Rearrangement) -> None:
         layouts = [(seq, self._layout(seq, plan, self._is_own)) for seq in sequences]
         dropped: list[int] = []  # a block once for each sequence that drops it
         for seq, layout in layouts:
             kept = set(layout.pages)
-            dropped += [block for block in seq.table if block not in kept]
+            dropped += [block for block in seq._table if block not in kept]
         freed = sum(self._pool.references[block] == uses for block, uses in Counter(dropped).items())
         self._check_room([layout for _, layout in layouts], freed)
         self._pool.release(dropped)
         self._apply(layouts, plan)
 
     @whole_or_refused
-    def join(self, seq: Sequence, other: Sequence, row: int, plan: Rearrangement, ropes: list[Any]) -> None:
+    def _join(self, seq: Sequence, other: Sequence, row: int, plan: Rearrangement, ropes: list[Any]) -> None:
         """Put the tokens of `other` before token number `row` of `seq`. Both share the blocks of `other`.
 
         `plan` has the positions of all tokens afterwards, and the keys that the caller will rotate, as in
-        `rearrange`. The sequences have no block in common. After an error none has changed.
+        `_rearrange`. The sequences have no block in common. After an error none has changed.
         """
-        size, own = self.page_size, set(seq.table)
-        mine, theirs = seq.rows(size), other.rows(size)
+        size, own = self.page_size, set(seq._table)
+        mine, theirs = seq._rows(size), other._rows(size)
         rows = np.concatenate((mine[:row], theirs, mine[row:]))
         rotated_from = len(rows) if plan.rotated is None else int(np.flatnonzero([*plan.rotated, 1])[0])
 
@@ -245,20 +245,20 @@ class BlockAllocator:
         self._check_room([layout], sum(self._pool.references[block] == 1 for block in dropped))
         self._pool.share(block for block in layout.pages if block >= 0 and block not in own)
         self._pool.release(dropped)
-        ids = seq.ids[: ID_BYTES * min(row, seq.id_count)]
-        if seq.id_count >= row and other.id_count >= other.length:
-            ids += other.ids[: ID_BYTES * other.length] + seq.ids[ID_BYTES * row :]
-        intact = min(row, seq.length if seq.intact is None else seq.intact)
+        ids = seq._ids[: ID_BYTES * min(row, seq._id_count)]
+        if seq._id_count >= row and other._id_count >= other.length:
+            ids += other._ids[: ID_BYTES * other.length] + seq._ids[ID_BYTES * row :]
+        intact = min(row, seq.length if seq._intact is None else seq._intact)
         table, targets = self._take_pages(layout)
-        seq.length, seq.table, seq.borders = len(rows), array("q", table), layout.borders
-        seq.ids, seq.ropes, seq.intact, seq.row_positions = ids, ropes, intact, plan.after
-        del seq.chain[1 + intact // size :]
+        seq.length, seq._table, seq._borders = len(rows), array("q", table), layout.borders
+        seq._ids, seq._ropes, seq._intact, seq._row_positions = ids, ropes, intact, plan.after
+        del seq._chain[1 + intact // size :]
         if len(targets):
             self._copy_rows(layout.sources, targets)  # type: ignore[misc]  # checked
 
     def _layout(self, seq: Sequence, plan: Rearrangement, is_own: Callable[[int], bool]) -> Arrangement:
         """Return where the tokens will lie after a plan."""
-        rows, rotated = seq.rows(self.page_size)[plan.kept], plan.rotated
+        rows, rotated = seq._rows(self.page_size)[plan.kept], plan.rotated
         # All tokens from the first whose key is rotated are copied, to unshared blocks.
         rotated_from = len(rows) if rotated is None else np.flatnonzero([*rotated, 1])[0]
         return lay_out(rows, plan.after.shifts, self.page_size, is_own, int(rotated_from))
@@ -296,33 +296,33 @@ class BlockAllocator:
 
     def _place(self, seq: Sequence, plan: Rearrangement, table: list[int], borders: list[int]) -> None:
         """Give a sequence the tokens of a plan, the blocks of `table` and its segments."""
-        now, after = seq.all_positions(), plan.after
+        now, after = seq._all_positions(), plan.after
         unchanged = plan.kept.copy()  # tokens of the old sequence that have their position and shift still
         same_position = after.positions == now.positions[plan.kept]
         unchanged[plan.kept] = same_position & (after.shifts == now.shifts[plan.kept])
-        intact = len(unchanged) if seq.intact is None else seq.intact
+        intact = len(unchanged) if seq._intact is None else seq._intact
         intact = min(int(np.flatnonzero([*~unchanged, True])[0]), intact)
         # After a crop other tokens may follow than those whose ids are known.
         is_crop = after.length < now.length and not plan.kept[-1:].all()
-        seq.keep_ids(plan.kept, is_crop=is_crop)
-        seq.length, seq.borders = len(after.positions), borders
-        seq.table = array("q", table)
-        seq.row_positions = None if after.is_plain() else after
-        seq.intact = None if seq.row_positions is None and seq.length <= intact else intact
-        del seq.chain[1 + min(intact, seq.length) // self.page_size :]
+        seq._keep_ids(plan.kept, is_crop=is_crop)
+        seq.length, seq._borders = len(after.positions), borders
+        seq._table = array("q", table)
+        seq._row_positions = None if after.is_plain() else after
+        seq._intact = None if seq._row_positions is None and seq.length <= intact else intact
+        del seq._chain[1 + min(intact, seq.length) // self.page_size :]
 
     @whole_or_refused
     def free(self, seq: Sequence) -> None:
         """End a sequence. New sequences can share its published blocks until these are evicted."""
-        self.check(seq, at_rest=True)
-        seq.allocator, seq.length, seq.borders, seq.row_positions = None, 0, [], None
+        self._check(seq, at_rest=True)
+        seq._allocator, seq.length, seq._borders, seq._row_positions = None, 0, [], None
         self._keep_pages(seq)
 
-    def published(self) -> Iterator[Published]:
+    def _published(self) -> Iterator[Published]:
         """Yield the published blocks, in the order of eviction."""
         return self._pool.published()
 
-    def restore(
+    def _restore(
         self,
         saved: Iterable[SavedSequence],
         published: Collection[Published],
@@ -337,15 +337,15 @@ class BlockAllocator:
             seq = Sequence(self, encode_ids(ids), [first_hash])
             seq.length = integer("length", length, 0)
             if moves is not None:
-                seq.set_moves(moves)
-            seq.table.extend(table.tolist())
-            if len(seq.table) != self._pages(seq) or not blocks.issuperset(seq.table):
+                seq._set_moves(moves)
+            seq._table.extend(table.tolist())
+            if len(seq._table) != self._pages(seq) or not blocks.issuperset(seq._table):
                 raise argument_error("block_table", f"saved blocks for {length} tokens", seq.blocks)
             self._chain(seq)
             sequences.append(seq)
         if not blocks.issuperset(block for block, *_ in published):
             raise argument_error("published", "saved blocks", published)
-        self._pool.restore([seq.table for seq in sequences], published)
+        self._pool.restore([seq._table for seq in sequences], published)
         return sequences
 
     # Steps
@@ -378,11 +378,11 @@ class BlockAllocator:
         copies: list[tuple[int, int]] = []
         for seq, count in zip(ordered, counts, strict=True):
             if count:
-                if seq.tail_length % self.page_size:
+                if seq._tail_length % self.page_size:
                     self._own_last_block(seq, copies)
-                for _ in range(self._pages(seq, count) - len(seq.table)):
-                    seq.table.append(self._pool.take())
-                seq.pending = count
+                for _ in range(self._pages(seq, count) - len(seq._table)):
+                    seq._table.append(self._pool.take())
+                seq._pending = count
         self.open_step = Step(
             sequences=tuple(ordered),
             copies=np.array(copies, np.int64).reshape(-1, 2),
@@ -391,30 +391,30 @@ class BlockAllocator:
         )
         return self.open_step
 
-    def missing(self, sequences: Iterable[tuple[Sequence, int]]) -> int:
+    def _missing(self, sequences: Iterable[tuple[Sequence, int]]) -> int:
         """Return how many blocks a step with these new tokens lacks; below 1, it has room."""
         return self._needed(*self._checked(sequences)) - self.available
 
     @whole_or_refused
-    def commit(self, step: Step) -> None:
+    def _commit(self, step: Step) -> None:
         """End a step: see `Step.commit`."""
         self._close(step)
         for seq in step.sequences:
-            seq.length += seq.pending
-            seq.pending = 0
+            seq.length += seq._pending
+            seq._pending = 0
             for i, ids in self._chain(seq):
-                self._pool.publish(seq.table[i], seq.chain[i + 1], ids)
+                self._pool.publish(seq._table[i], seq._chain[i + 1], ids)
 
     @whole_or_refused
-    def abandon(self, step: Step) -> None:
+    def _abandon(self, step: Step) -> None:
         """End a step: see `Step.abandon`."""
         self._close(step)
         originals = {copy: block for block, copy in step.copies.tolist()}
         for seq in step.sequences:
-            seq.pending = 0
+            seq._pending = 0
             self._keep_pages(seq)
-            if seq.table and (copy := seq.table[-1]) in originals:
-                seq.table[-1] = originals[copy]
+            if seq._table and (copy := seq._table[-1]) in originals:
+                seq._table[-1] = originals[copy]
                 self._pool.reclaim(originals[copy])
                 self._pool.release([copy])
 
@@ -428,17 +428,17 @@ class BlockAllocator:
     def _chain(self, seq: Sequence) -> list[tuple[int, bytes]]:
         """Hash the full blocks that have no hash yet; return the (index, token ids) of each."""
         new = []
-        tokens = min(seq.length, seq.id_count, seq.length if seq.intact is None else seq.intact)
-        for i in range(len(seq.chain) - 1, tokens // self.page_size):
-            ids = seq.page_ids(i, self.page_size)
-            seq.chain.append(chain_hash(seq.chain[-1], ids))
+        tokens = min(seq.length, seq._id_count, seq.length if seq._intact is None else seq._intact)
+        for i in range(len(seq._chain) - 1, tokens // self.page_size):
+            ids = seq._page_ids(i, self.page_size)
+            seq._chain.append(chain_hash(seq._chain[-1], ids))
             new.append((i, ids))
         return new
 
     def _pages(self, seq: Sequence, new: int = 0) -> int:
         """Return how many blocks a sequence needs for `new` more tokens."""
-        pages = -(-(seq.tail_length + new) // self.page_size)
-        for length in seq.segment_lengths() if seq.borders else ():
+        pages = -(-(seq._tail_length + new) // self.page_size)
+        for length in seq._segment_lengths() if seq._borders else ():
             pages += -(-length // self.page_size)
         return pages
 
@@ -447,40 +447,40 @@ class BlockAllocator:
         added = 0
         writers: dict[int, int] = {}  # partial block -> how many sequences of the step write into it
         for seq, count in zip(ordered, counts, strict=True):
-            added += self._pages(seq, count) - len(seq.table)
-            if count and seq.tail_length % self.page_size:
-                writers[seq.table[-1]] = writers.get(seq.table[-1], 0) + 1
+            added += self._pages(seq, count) - len(seq._table)
+            if count and seq._tail_length % self.page_size:
+                writers[seq._table[-1]] = writers.get(seq._table[-1], 0) + 1
         # If all sequences that use a block write into it, the last one needs no copy.
         return added + sum(min(n, self._pool.references[block] - 1) for block, n in writers.items())
 
     def _own_last_block(self, seq: Sequence, copies: list[tuple[int, int]]) -> None:
         """Make a partial last block writeable, with a copy if other sequences use it."""
-        last = seq.table[-1]
+        last = seq._table[-1]
         if self._pool.references[last] == 1:
             self._pool.withdraw(last)
         else:
             self._pool.release([last])
-            seq.table[-1] = self._pool.take()
-            copies.append((last, seq.table[-1]))
+            seq._table[-1] = self._pool.take()
+            copies.append((last, seq._table[-1]))
 
     def _keep_pages(self, seq: Sequence) -> None:
         """Free the blocks after a sequence's last token."""
         pages = self._pages(seq)
-        self._pool.release(seq.table[pages:])
-        del seq.table[pages:]
+        self._pool.release(seq._table[pages:])
+        del seq._table[pages:]
 
     # Arguments
 
-    def check(self, seq: Any, at_rest: bool = False) -> None:
+    def _check(self, seq: Any, at_rest: bool = False) -> None:
         """Raise unless `seq` is a live sequence of this allocator, `at_rest` one without pending tokens."""
-        if not isinstance(seq, Sequence) or seq.allocator is not self:
+        if not isinstance(seq, Sequence) or seq._allocator is not self:
             raise argument_error("seq", "a live sequence of this allocator", describe(seq))
-        if at_rest and seq.pending:
+        if at_rest and seq._pending:
             raise argument_error("seq", "a sequence that no open step adds to", describe(seq))
 
-    def check_movable(self, seq: Any) -> None:
+    def _check_movable(self, seq: Any) -> None:
         """Raise unless tokens of `seq` can be removed and moved, which needs that no step is open."""
-        self.check(seq)
+        self._check(seq)
         if self.open_step is not None:
             raise argument_error("seq", "a sequence between steps", "one while a step is open")
 
@@ -491,7 +491,7 @@ class BlockAllocator:
         except (TypeError, ValueError):
             raise argument_error("sequences", "pairs (sequence, new tokens)", describe(sequences)) from None
         for seq, _ in pairs:
-            self.check(seq)
+            self._check(seq)
         ordered = [seq for seq, _ in pairs]
         counts = [integer("new tokens", count, 0) for _, count in pairs]
         if len(set(map(id, ordered))) < len(ordered):

@@ -29,7 +29,7 @@ def whole_or_refused(method: Method) -> Method:
 
     @functools.wraps(method)
     def changing(self: Any, *arguments: Any, **options: Any) -> Any:
-        guard = self.guard
+        guard = self._guard
         guard.check()
         try:
             return method(self, *arguments, **options)

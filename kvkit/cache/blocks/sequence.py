@@ -72,43 +72,43 @@ class Sequence:
     """
 
     __slots__ = (
-        "allocator", "borders", "chain", "ids", "intact", "length", "pending", "ropes", "row_positions",
-        "table",
+        "_allocator", "_borders", "_chain", "_ids", "_intact", "_pending", "_ropes", "_row_positions",
+        "_table", "length",
     )  # fmt: skip
 
     def __init__(self, allocator: Any, ids: bytearray, chain: list[bytes]) -> None:
-        self.allocator = allocator  # None after `BlockAllocator.free`
+        self._allocator = allocator  # None after `BlockAllocator.free`
         self.length = 0
-        self.table = array("q")  # blocks
-        self.ids = ids  # little-endian int64 of the first tokens; they may be more or fewer than `length`
-        self.chain = chain  # hashes of the first 0, 1, 2... full blocks
-        self.pending = 0  # tokens that the open step adds
-        self.borders: list[int] = []  # the end of each segment but the last, which takes new tokens
-        self.row_positions: RowPositions | None = None  # None while token i has position i and no shift
+        self._table = array("q")  # blocks
+        self._ids = ids  # little-endian int64 of the first tokens; they may be more or fewer than `length`
+        self._chain = chain  # hashes of the first 0, 1, 2... full blocks
+        self._pending = 0  # tokens that the open step adds
+        self._borders: list[int] = []  # the end of each segment but the last, which takes new tokens
+        self._row_positions: RowPositions | None = None  # None while token i has position i and no shift
         # How many first tokens have no hole before them and were never moved: only they can be published.
-        self.intact: int | None = None  # None: all
-        self.ropes: list[Any] | None = None  # how the keys were rotated in each layer, once tokens were moved
+        self._intact: int | None = None  # None: all
+        self._ropes: list[Any] | None = None  # how keys were rotated in each layer, once tokens were moved
 
     @property
     def blocks(self) -> list[int]:
         """Return the sequence's blocks, in the order of its tokens."""
-        return self.table.tolist()
+        return self._table.tolist()
 
     @property
-    def tail_length(self) -> int:
+    def _tail_length(self) -> int:
         """Return how many tokens the last segment has."""
-        return self.length - self.borders[-1] if self.borders else self.length
+        return self.length - self._borders[-1] if self._borders else self.length
 
     @property
     def next_position(self) -> int:
         """Return the position of the next token: `length` until tokens are removed or moved."""
-        rows = self.row_positions
+        rows = self._row_positions
         return self.length if rows is None else rows.position_after(self.length)
 
     @property
     def positions(self) -> Array:
         """Return the position of every token in the cache: int64, ascending, shape [length]."""
-        return self.all_positions().positions.copy()
+        return self._all_positions().positions.copy()
 
     @property
     def rope_shifts(self) -> Array:
@@ -117,39 +117,39 @@ class Sequence:
         In memory a key of shift d is rotated for its position - d. `PagedStep.attend` takes that into
         account.
         """
-        return pieces_array(self.pieces(self.length))
+        return pieces_array(self._pieces(self.length))
 
-    def pieces(self, tokens: int) -> list[Piece]:
+    def _pieces(self, tokens: int) -> list[Piece]:
         """Return the pieces of the first `tokens` tokens."""
-        if self.row_positions is not None:
-            return self.row_positions.pieces(0, tokens)
+        if self._row_positions is not None:
+            return self._row_positions.pieces(0, tokens)
         return [Piece(0, tokens, 0)] if tokens else []
 
-    def all_positions(self) -> RowPositions:
+    def _all_positions(self) -> RowPositions:
         """Return the positions and rope shifts of all tokens in the cache."""
-        if self.row_positions is not None:
-            return self.row_positions.between(0, self.length)
+        if self._row_positions is not None:
+            return self._row_positions.between(0, self.length)
         return RowPositions.contiguous(0, self.length)
 
-    def segment_lengths(self) -> list[int]:
+    def _segment_lengths(self) -> list[int]:
         """Return how many tokens each segment but the last has."""
-        return [end - begin for begin, end in itertools.pairwise([0, *self.borders])]
+        return [end - begin for begin, end in itertools.pairwise([0, *self._borders])]
 
-    def segments(self, page_size: int, tokens: int) -> list[PageSegment]:
+    def _segments(self, page_size: int, tokens: int) -> list[PageSegment]:
         """Return the segments of the first `tokens` tokens, which may include those of an open step."""
         segments, begin, page = [], 0, 0
-        shifts = () if self.row_positions is None else self.row_positions.shifts
-        for end in (*self.borders, tokens):
+        shifts = () if self._row_positions is None else self._row_positions.shifts
+        for end in (*self._borders, tokens):
             if begin < min(end, tokens):
                 shift = int(shifts[begin]) if begin < len(shifts) else 0  # new tokens have none
                 segments.append(PageSegment(begin, min(end, tokens), page, shift))
             page, begin = page + -(-(end - begin) // page_size), end
         return segments
 
-    def rows(self, page_size: int) -> Array:
+    def _rows(self, page_size: int) -> Array:
         """Return the cache row of every token: int64, shape [length]."""
-        rows, table = [np.empty(0, np.int64)], np.array(self.table, np.int64)
-        for begin, end, page, _ in self.segments(page_size, self.length):
+        rows, table = [np.empty(0, np.int64)], np.array(self._table, np.int64)
+        for begin, end, page, _ in self._segments(page_size, self.length):
             places = np.arange(end - begin)
             rows.append(table[page + places // page_size] * page_size + places % page_size)
         return np.concatenate(rows)
@@ -157,22 +157,22 @@ class Sequence:
     @property
     def token_ids(self) -> Array:
         """Return the known ids of its tokens; those from index `length` on are not in the cache yet."""
-        return np.frombuffer(bytes(self.ids), "<i8").astype(np.int64)
+        return np.frombuffer(bytes(self._ids), "<i8").astype(np.int64)
 
     @property
-    def id_count(self) -> int:
+    def _id_count(self) -> int:
         """Return how many of its tokens have ids."""
-        return len(self.ids) // ID_BYTES
+        return len(self._ids) // ID_BYTES
 
-    def moves(self) -> Moves | None:
+    def _moves(self) -> Moves | None:
         """Return where its tokens are; None if token i has position i."""
-        if self.intact is None:
+        if self._intact is None:
             return None
-        return Moves(self.all_positions(), self.borders[:], self.intact, self.ropes)
+        return Moves(self._all_positions(), self._borders[:], self._intact, self._ropes)
 
-    def set_moves(self, moves: Moves) -> None:
+    def _set_moves(self, moves: Moves) -> None:
         """Set where its tokens are; raise KvkitError if that is illegal."""
-        rows, borders, intact, self.ropes = moves
+        rows, borders, intact, self._ropes = moves
         # After shifted tokens there is a border at `length`, because new tokens are not shifted.
         inner = set(borders[:-1] if borders[-1:] == [self.length] else borders)
         shift_changes = {begin for begin, *_ in rows.pieces(0, self.length)[1:]}
@@ -181,25 +181,25 @@ class Sequence:
         first = slice(integer("intact", intact, 0, self.length))
         if not np.array_equal(rows.positions[first], np.arange(intact)) or rows.shifts[first].any():
             raise argument_error("intact", "tokens before the first hole", intact)
-        self.borders, self.intact = borders, intact
-        self.row_positions = None if rows.is_plain() else rows
+        self._borders, self._intact = borders, intact
+        self._row_positions = None if rows.is_plain() else rows
 
-    def keep_ids(self, kept: Array, is_crop: bool) -> None:
+    def _keep_ids(self, kept: Array, is_crop: bool) -> None:
         """Drop the ids of tokens that are not kept; with `is_crop` also the ids of tokens to come."""
-        ids = np.frombuffer(bytes(self.ids), "<i8")
+        ids = np.frombuffer(bytes(self._ids), "<i8")
         own, later = ids[: self.length], ids[self.length :]
-        self.ids = bytearray(own[kept[: len(own)]].tobytes() + (b"" if is_crop else later.tobytes()))
+        self._ids = bytearray(own[kept[: len(own)]].tobytes() + (b"" if is_crop else later.tobytes()))
 
-    def page_ids(self, i: int, page_size: int) -> bytes:
+    def _page_ids(self, i: int, page_size: int) -> bytes:
         """Return the ids of its tokens i * page_size to (i + 1) * page_size, as bytes."""
         size = ID_BYTES * page_size
-        return bytes(self.ids[i * size : (i + 1) * size])
+        return bytes(self._ids[i * size : (i + 1) * size])
 
-    def copy(self) -> Sequence:
+    def _copy(self) -> Sequence:
         """Return a sequence of the same tokens in the same blocks."""
-        other = Sequence(self.allocator, self.ids[:], self.chain[:])
-        other.length, other.table, other.borders = self.length, self.table[:], self.borders[:]
-        other.row_positions, other.intact, other.ropes = self.row_positions, self.intact, self.ropes
+        other = Sequence(self._allocator, self._ids[:], self._chain[:])
+        other.length, other._table, other._borders = self.length, self._table[:], self._borders[:]
+        other._row_positions, other._intact, other._ropes = self._row_positions, self._intact, self._ropes
         return other
 
     def __repr__(self) -> str:

@@ -96,7 +96,7 @@ class Step:
         """Return the number of tokens of every sequence, new ones included: int32, shape [B]."""
         return np.diff(self.kvstarts).astype(np.int32)
 
-    def subset(self, chosen: Array) -> Step:
+    def _subset(self, chosen: Array) -> Step:
         """Return a step with only the sequences at these indices, for attention."""
         counts, lengths = np.diff(self.seqstarts)[chosen], np.diff(self.kvstarts)[chosen]
         of_sequences = "start_pos", "pages", "first_places", "moved"
@@ -113,14 +113,14 @@ class Step:
 
     def commit(self) -> None:
         """Add the new tokens to the sequences, and publish filled blocks. Write every layer first."""
-        self.allocator.commit(self)
+        self.allocator._commit(self)
 
     def abandon(self) -> None:
         """Free the blocks of the new tokens and of copies. Sequences are as if the step had not begun.
 
         Blocks that were no longer published because of the step stay so.
         """
-        self.allocator.abandon(self)
+        self.allocator._abandon(self)
 
     def __enter__(self) -> Self:
         return self
@@ -135,15 +135,15 @@ def tensors(sequences: list[Any], counts: list[int], page_size: int) -> dict[str
     start_pos = np.array([seq.length for seq in sequences], np.int64)
     seqlens = np.array(counts, np.int64)
     kvlens = start_pos + seqlens
-    width = max((len(seq.table) for seq in sequences), default=0)
+    width = max((len(seq._table) for seq in sequences), default=0)
     padding = array("q", [-1]) * width
-    tables = b"".join([(seq.table + padding)[:width] for seq in sequences])
+    tables = b"".join([(seq._table + padding)[:width] for seq in sequences])
     blocks = np.frombuffer(tables, np.int64).reshape(len(sequences), width)
     first_places, moved = start_pos, np.zeros(len(sequences), bool)
-    if any(seq.borders or seq.row_positions is not None for seq in sequences):
+    if any(seq._borders or seq._row_positions is not None for seq in sequences):
         # Free rows at the ends of all segments but the last.
-        gaps = np.array([sum(-length % page_size for length in seq.segment_lengths()) for seq in sequences])
-        shifted = [seq.row_positions is not None and seq.row_positions.shifted for seq in sequences]
+        gaps = np.array([sum(-length % page_size for length in seq._segment_lengths()) for seq in sequences])
+        shifted = [seq._row_positions is not None and seq._row_positions.shifted for seq in sequences]
         first_places, moved = start_pos + gaps, (gaps > 0) | shifted
     return {
         "seqstarts": starts(seqlens), "kvstarts": starts(kvlens), "start_pos": start_pos,

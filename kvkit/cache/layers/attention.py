@@ -58,7 +58,7 @@ class LayerAttention:
     def again(self, layer: Any, query: Array, softmax_scale: float | None, softcap: float) -> Array | None:
         """Repeat the last call with another query of its form, without mask; None if more is different."""
         store, span, row_positions = self._latest
-        same = layer.span is span and layer.store is store and layer.row_positions is row_positions
+        same = layer.span is span and layer.store is store and layer._row_positions is row_positions
         if not same and not (self._repeated and self._follow(layer, *self._repeated)):
             return None
         out = self._repeats.again((query, softmax_scale, softcap), {})
@@ -66,7 +66,7 @@ class LayerAttention:
 
     def _follow(self, layer: Any, prepared: PreparedCall, own: int, store: Any, new: int) -> bool:
         """Make the repeated call read the rows that the layer has now; return False if it cannot."""
-        span, positions = layer.span, layer.row_positions
+        span, positions = layer.span, layer._row_positions
         if id(layer) != own or layer.store is not store or (positions is not None and positions.shifted):
             return False
         if prepared.has_mask or not can_attend(layer, new):
@@ -89,7 +89,7 @@ class LayerAttention:
         """Attend to a layer; see `Layer.attend`. Return outputs, then lse and key weights if requested."""
         given, self._latest = query, (None, None, None)  # the prepared call may change below
         fmt, query = checked_query(layer, query)
-        if layer.row_positions is not None and layer.row_positions.shifted:
+        if layer._row_positions is not None and layer._row_positions.shifted:
             if wants_weights:
                 raise argument_error("return_key_weights", NOT_ROTATED, True)
             return self._attend_pieces(layer, query, attn_mask, scoring, return_lse)
@@ -154,7 +154,7 @@ class LayerAttention:
             mask = checked_mask(layer, fmt, attn_mask, (batch, heads, new))
             mask = mask if mask.dtype == np.bool_ else mask.astype(np.float32)
         wide = query.astype(np.float32, copy=False)  # [B, q, Hq, D]
-        pieces = layer.pieces(layer.span.begin)
+        pieces = layer._pieces(layer.span.begin)
         last_has_all_queries = pieces[-1].end - pieces[-1].begin >= new
         if layer.store.rows_adjoin and layer.window is None and last_has_all_queries:
             output, lse = self._attend_in_one_launch(layer, pieces, wide, mask, scoring)
@@ -292,7 +292,7 @@ def checked_mask(layer: Any, fmt: Element, mask: Array, sizes: tuple[int, int, i
     if mask.ndim != 2:
         check_mask_axes(mask, sizes, length, (count, max(end - span.begin, count)))
         return mask[..., :count]
-    if layer.row_positions is not None and layer.window is None:
+    if layer._row_positions is not None and layer.window is None:
         mask = mask_of_stored(layer, mask, batch)
     if mask.dtype != np.bool_ or mask.shape not in {(batch, span.length), (batch, max(end, span.length))}:
         wanted = f"bool [{batch}, {length}], a padding mask, or 4 axes"

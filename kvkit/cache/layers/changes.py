@@ -81,20 +81,20 @@ class Before:
     __slots__ = ("counters", "layer", "overwritten", "values")
 
     def __init__(self, layer: Any) -> None:
-        self.layer, self.overwritten, self.counters = layer, layer.overwritten, layer.counters()
-        self.values = [counter.attributes.read(counter) for counter in self.counters]
+        self.layer, self.overwritten, self.counters = layer, layer.overwritten, layer._counters()
+        self.values = [counter._attributes.read(counter) for counter in self.counters]
 
 
 def go_back(before: Sequence[Before]) -> None:
     """Give layers their old attributes; if one has overwritten rows since, all lose their rows."""
     if any(each.layer.overwritten != each.overwritten for each in before):
         for each in before:
-            each.layer.lose_rows()
+            each.layer._lose_rows()
         return
     counted = [pair for each in before for pair in zip(each.counters, each.values, strict=True)]
     old = [
         (counter, name, value)
         for counter, values in counted
-        for name, value in zip(counter.attributes.names, values, strict=True)
+        for name, value in zip(counter._attributes.names, values, strict=True)
     ]
     any(map(setattr, *zip(*old, strict=True)))  # one call: no interrupt comes between two attributes

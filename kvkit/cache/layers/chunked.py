@@ -44,7 +44,7 @@ class ChunkedLayer(SlidingWindowLayer):
         self.chunk_size = integer("chunk_size", chunk_size, 1)
         super().__init__(chunk_size)
 
-    def describe(self) -> dict[str, Any]:
+    def _describe(self) -> dict[str, Any]:
         return {"chunk_size": self.chunk_size}
 
     def _attend(self, *arguments: Any) -> Attended:
@@ -75,7 +75,7 @@ class StaticChunkedLayer(StaticSlidingWindowLayer):
         self.chunk_size = integer("chunk_size", chunk_size, 1)
         super().__init__(max_cache_len, chunk_size)
 
-    def describe(self) -> dict[str, Any]:
+    def _describe(self) -> dict[str, Any]:
         return {"max_cache_len": self.max_cache_len, "chunk_size": self.chunk_size}
 
     def _attend(self, *arguments: Any) -> Attended:
@@ -88,8 +88,8 @@ class ChunkView:
     window = None
 
     def __init__(self, layer: Any, begin: int, end: int) -> None:
-        self.name, self.store, self.rope, self.row_positions = (
-            layer.name, layer.store, layer.rope, layer.row_positions,
+        self.name, self.store, self.rope, self._row_positions = (
+            layer.name, layer.store, layer.rope, layer._row_positions,
         )  # fmt: skip
         self.span = layer.span._replace(begin=begin, length=end)
 
@@ -99,8 +99,8 @@ class ChunkView:
     def get_mask_sizes(self, _: int) -> tuple[int, int]:
         return self.span.length - self.span.begin, self.span.begin
 
-    def pieces(self, first: int) -> list[Piece]:
-        return list(self.row_positions.pieces(first, self.span.length))
+    def _pieces(self, first: int) -> list[Piece]:
+        return list(self._row_positions.pieces(first, self.span.length))
 
 
 def attend_in_chunks(

@@ -93,9 +93,9 @@ class CompressedLayer(Layer):
     (1, 2, 11, 8)
     """
 
-    attributes = Layer.attributes.extended("floor", "weights")
-    reorders_in_place = False
-    why_kept = why_not_joined = "compressed rows hold tokens of a window"
+    _attributes = Layer._attributes.extended("floor", "weights")
+    _reorders_in_place = False
+    _why_kept = _why_not_joined = "compressed rows hold tokens of a window"
 
     def __init__(
         self,
@@ -127,14 +127,14 @@ class CompressedLayer(Layer):
         self.eps = positive_number("eps", eps)
         super().__init__()
 
-    def describe(self) -> dict[str, Any]:
+    def _describe(self) -> dict[str, Any]:
         sizes: dict[str, Any] = {"dim": self.dim, "rope_dim": self.rope_dim, "window": self.near}
         sizes |= {"ratio": self.ratio, "index_dim": self.index_dim or None, "drafts": self.drafts}
         sizes |= {"index_topk": self.index_topk or None, "format": self.format, "eps": self.eps}
         return sizes
 
     @property
-    def past(self) -> int:
+    def _past(self) -> int:
         """Return how many tokens a state needs: `ratio`, or twice as many if windows overlap."""
         return self.ratio * (2 if self.index_dim else 1)
 
@@ -164,7 +164,7 @@ class CompressedLayer(Layer):
         pairs = [("compressor", compressor, self.dim)]
         pairs += [("indexer", indexer, self.index_dim)] if indexer is not None else []
         for name, pair, dim in pairs:
-            shapes = [(self.ratio, dim * self.past // self.ratio), (dim,)]
+            shapes = [(self.ratio, dim * self._past // self.ratio), (dim,)]
             if not isinstance(pair, tuple) or [np.shape(each) for each in pair] != shapes:
                 raise argument_error(name, f"a pair of arrays {shapes[0]} and {shapes[1]}", describe(pair))
         if rope is not None:
@@ -213,7 +213,7 @@ class CompressedLayer(Layer):
         if cache_position is not None:
             self._first_new(cache_position, new)
         length = before + new
-        floor = self.floor if self.record_past else max(self.floor, length - self.drafts)
+        floor = self.floor if self._record_past else max(self.floor, length - self.drafts)
         begin = max(0, before - self.near + 1)
         span = Span(length, max(self.span.oldest, self._first_of(min(length, floor))), begin, 0, before)
         if self.store is None:
@@ -293,11 +293,11 @@ class CompressedLayer(Layer):
             return CompressedStore(form, window)
         count = length // self.ratio + PAGE
         pool, keys = RowPool.of(batch, count, self.dim, dtype, allocate), None
-        widths = [self.dim * self.past // self.ratio]
+        widths = [self.dim * self._past // self.ratio]
         if self.index_dim:
             keys = IndexKeys.of(batch, count, self.index_dim, dtype, allocate)
-            widths.append(self.index_dim * self.past // self.ratio)
-        ring = self.past + SLACK + max(held, self.drafts)
+            widths.append(self.index_dim * self._past // self.ratio)
+        ring = self._past + SLACK + max(held, self.drafts)
         states = tuple(allocate((batch, ring, 2, width), np.float32) for width in widths)
         return CompressedStore(form, window, pool, keys, states)
 
@@ -313,7 +313,7 @@ class CompressedLayer(Layer):
         """
         before, length, store, allocate = self.span.length, span.length, self.store, self.allocate
         window, rows = store.window, length - span.first
-        size = self._ring(rows + rows // 2 if self.record_past else rows)
+        size = self._ring(rows + rows // 2 if self._record_past else rows)
         if length - self.span.first > window.rows or window.rows > 2 * size + PAGE:
             store = replace(store, window=window.ring(size, allocate, np.arange(span.first, before)))
         if not self.ratio:
@@ -324,9 +324,9 @@ class CompressedLayer(Layer):
         keys = store.index_keys
         if keys is not None and count > keys.keys.shape[1]:
             store = replace(store, index_keys=keys.grown(count + count // 2 + PAGE, allocate, used))
-        if length - max(0, self.floor - self.past) > store.states[0].shape[1]:
-            held, more = np.arange(max(0, min(floor, before) - self.past), before), length - floor
-            ring = self.past + SLACK + max(self.drafts, more + more // 2 if self.record_past else more)
+        if length - max(0, self.floor - self._past) > store.states[0].shape[1]:
+            held, more = np.arange(max(0, min(floor, before) - self._past), before), length - floor
+            ring = self._past + SLACK + max(self.drafts, more + more // 2 if self._record_past else more)
             states = tuple(moved_ring(state, ring, held, allocate) for state in store.states)
             store = replace(store, states=states)
         return store
@@ -349,10 +349,10 @@ class CompressedLayer(Layer):
 
     @one_call_at_a_time
     @whole
-    def release_undo(self) -> None:
+    def _release_undo(self) -> None:
         """Move the window to a smaller ring, if the last update needed a large one."""
         span = self.span
-        if self.store is not None and not self.record_past:
+        if self.store is not None and not self._record_past:
             usual = self._ring(span.length - span.oldest)
             if self.store.window.rows > 2 * usual + PAGE:
                 ring = self.store.window.ring(usual, self.allocate, np.arange(span.oldest, span.length))
@@ -509,13 +509,13 @@ class CompressedLayer(Layer):
         """Return the states of the compressor and the indexer, [B, tokens, 2, E], the last tokens' ones."""
         if self.store is None:
             return ()
-        held = np.arange(max(0, self.span.length - self.past), self.span.length)
+        held = np.arange(max(0, self.span.length - self._past), self.span.length)
         return tuple(state[:, held % state.shape[1]] for state in self.store.states)
 
     def _returned(self, length: int, new: int) -> tuple[int, int]:
         return max(0, length - self.near + 1), length + new
 
-    def stored(self) -> tuple[States, States]:
+    def _stored(self) -> tuple[States, States]:
         rows = self.store.window.read(self._places())[:, None]
         return rows, rows
 
@@ -527,11 +527,11 @@ class CompressedLayer(Layer):
         size = row * (self.stored_tokens + self._count())
         if self.store.index_keys is not None:
             size += sum(array[:, 0].nbytes for array in self.store.index_keys.arrays()) * self._count()
-        return int(size + sum(state[:, 0].nbytes * self.past for state in self.store.states))
+        return int(size + sum(state[:, 0].nbytes * self._past for state in self.store.states))
 
     # Removing tokens and changing the batch
 
-    def length_after_crop(self, length: int, call: str = "crop") -> int:
+    def _length_after_crop(self, length: int, call: str = "crop") -> int:
         left = requests.length_after_crop(length, self.span.length)
         if left not in (0, self.span.length) and left < self.floor:
             wanted = (
@@ -550,24 +550,24 @@ class CompressedLayer(Layer):
         length : int
             As in other layers. At least `floor` tokens must stay, or none.
         """
-        left, span = self.length_after_crop(length), self.span
+        left, span = self._length_after_crop(length), self.span
         floor = max(self.floor, left - self.drafts) if left else 0
         oldest = max(span.oldest, self._first_of(floor)) if left else 0
         self.span, self.floor = Span(left, oldest, min(span.begin, oldest), 0, left), floor
 
-    def plan(self, call: str, *arguments: Any, rope: RopeLike = None, **options: Any) -> Rearrangement:
+    def _plan(self, call: str, *arguments: Any, rope: RopeLike = None, **options: Any) -> Rearrangement:
         # Over all tokens, because compressed rows hold those that have left the window.
         length = self.span.length
         now = RowPositions.contiguous(0, length)
         rotation = rotation_of(rope, self.rope, None if self.store is None else self.dim, False)
         plan = planner(call)(now, rotation, *arguments, **options)
         if plan.crops:
-            self.length_after_crop(plan.after.length - length, call)
+            self._length_after_crop(plan.after.length - length, call)
         elif plan.changes(now):
-            raise argument_error(self.name, f"a call that moves no tokens ({self.why_kept})", call)
+            raise argument_error(self.name, f"a call that moves no tokens ({self._why_kept})", call)
         return plan
 
-    def rearrange(self, plan: Rearrangement) -> None:
+    def _rearrange(self, plan: Rearrangement) -> None:
         """Carry out a plan, which can only drop the last tokens."""
         if plan.crops and plan.after.length < self.span.length:
             self.crop(plan.after.length - self.span.length)
@@ -579,15 +579,15 @@ class CompressedLayer(Layer):
     def _copied(self, array: Array) -> Array:
         return copy_of(array, self.allocate)
 
-    def forget_rows(self) -> None:
+    def _forget_rows(self) -> None:
         self.floor = 0
-        super().forget_rows()
+        super()._forget_rows()
 
-    activate_past_recording = Layer.set_past_recording
+    activate_past_recording = Layer._set_past_recording
 
     # Files
 
-    def arrays(self) -> dict[str, Array]:
+    def _arrays(self) -> dict[str, Array]:
         weights = {
             f"weights.{name}.{field}": array
             for name, each in zip(COMPRESSORS, self.weights, strict=False)
@@ -605,7 +605,7 @@ class CompressedLayer(Layer):
         if store.index_keys is not None:
             for name, array in zip(INDEX_ARRAYS, store.index_keys.arrays(), strict=False):
                 arrays[name] = array[:, : self._count()]
-        tokens = np.arange(max(0, min(self.floor, self.span.length) - self.past), self.span.length)
+        tokens = np.arange(max(0, min(self.floor, self.span.length) - self._past), self.span.length)
         for name, state in zip(COMPRESSORS, store.states, strict=False):
             arrays[f"states.{name}"] = state[:, tokens % state.shape[1]]
         return arrays
@@ -613,7 +613,7 @@ class CompressedLayer(Layer):
     def _saved_from(self) -> int:
         return min(self.span.oldest, max(self.span.begin, self.span.length - self.near))
 
-    def fill(self, arrays: Mapping[str, Array], length: int) -> None:
+    def _fill(self, arrays: Mapping[str, Array], length: int) -> None:
         pairs: list[Any] = [
             tuple(arrays[f"weights.{name}.{field}"] for field in PoolingWeights._fields)
             for name in COMPRESSORS
@@ -628,7 +628,7 @@ class CompressedLayer(Layer):
         batch, count, first = len(window), length // self.ratio if self.ratio else 0, length - window.shape[1]
         if not self.format:
             checked_format("window", window, FLOATS, 3)
-        tokens = length - max(0, floor - self.past)
+        tokens = length - max(0, floor - self._past)
         oldest = self._first_of(floor)
         whole_states = all(state.shape[:2] == (batch, tokens) for state in states)
         if not whole_states or not 0 <= floor <= length or not 0 <= first <= oldest:
@@ -652,5 +652,5 @@ class CompressedLayer(Layer):
         if self.store is not None:
             self._set_store(self.store.mapped(self._copied), self.span)
 
-    def large_arrays(self) -> Iterable[Array]:
+    def _large_arrays(self) -> Iterable[Array]:
         return () if self.store is None else list(self.store.arrays())

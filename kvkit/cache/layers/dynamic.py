@@ -34,7 +34,7 @@ class DynamicLayer(Layer):
 
     @one_call_at_a_time
     @whole
-    def trim(self) -> None:
+    def _trim(self) -> None:
         """Move to a store with room for a sixteenth more tokens, if the present one has more room."""
         if self.store is not None:
             room = self._room_for(self.stored_tokens)
@@ -72,7 +72,7 @@ class StaticLayer(Layer):
             raise argument_error("max_cache_len", f"at most {MOST_TOKENS} tokens", max_cache_len)
         super().__init__()
 
-    def describe(self) -> dict[str, Any]:
+    def _describe(self) -> dict[str, Any]:
         return {"max_cache_len": self.max_cache_len}
 
     def _returned(self, length: int, new: int) -> tuple[int, int]:
@@ -81,7 +81,7 @@ class StaticLayer(Layer):
     def _may_start(self, start: int) -> bool:
         return 0 <= start < self.span.length
 
-    def check_room(self, length: int, new: int) -> None:
+    def _check_room(self, length: int, new: int) -> None:
         if length + new > self.max_cache_len:
             wanted = f"room for {new} new tokens after {length} (max_cache_len {self.max_cache_len})"
             raise argument_error(self.name, wanted, self.max_cache_len - length, CapacityError)
@@ -108,7 +108,7 @@ class StaticLayer(Layer):
 
     def _free_rows(self, begin: int, end: int) -> None:
         if begin < end:
-            self.overwrites()
+            self._overwrites()
             self.store.clear(begin, end)
             self.store.end = begin
 
@@ -124,9 +124,9 @@ class StaticLayer(Layer):
     def reset(self) -> None:
         """Remove all tokens. The memory stays, filled with zeros; so do dtype and shape."""
         if isinstance(self.store, LostRows):
-            self.forget_rows()
+            self._forget_rows()
         _, rows = self.span.rows_from(0)
-        self.span, self.row_positions = Span(), None
+        self.span, self._row_positions = Span(), None
         if self.store is not None:
             self._commit()
             self._free_rows(0, rows)

@@ -70,7 +70,7 @@ class GatedDeltaLayer(StateLayer):
     (5, (1, 2, 4, 4))
     """
 
-    attributes = StateLayer.attributes.extended("_recordings")
+    _attributes = StateLayer._attributes.extended("_recordings")
 
     def __init__(
         self,
@@ -104,10 +104,10 @@ class GatedDeltaLayer(StateLayer):
         self._window: Array | None = None  # the convolution's inputs in the last `add_inputs`
         super().__init__(checkpoint_every, max_checkpoints)
 
-    def describe(self) -> dict[str, Any]:
+    def _describe(self) -> dict[str, Any]:
         names = "dk", "dv", "conv_channels", "conv_width", "kind", "norm", "drafts"
         own = {"heads": self.num_heads} | {name: getattr(self, name) for name in names}
-        return own | super().describe()
+        return own | super()._describe()
 
     # Computing
 
@@ -175,8 +175,8 @@ class GatedDeltaLayer(StateLayer):
             wanted = f"shape {(channels, self.conv_width)}"
             raise argument_error("conv_weight", wanted, f"shape {conv_weight.shape}")
         before = self.span.length
-        arrays = self._begin_step(StateForms(batch, self.state_forms(fmt.dtype)), tokens)
-        self.overwrites()
+        arrays = self._begin_step(StateForms(batch, self._state_forms(fmt.dtype)), tokens)
+        self._overwrites()
         window = np.concatenate([arrays["conv"], np.swapaxes(qkv, 1, 2)], axis=2)
         mixed, _ = causal_conv(rows, conv_weight, conv_bias, state=arrays["conv"], starts=starts)
         return self._run(self._parted(mixed, batch), g, beta, arrays, chunk, before, window)
@@ -208,9 +208,9 @@ class GatedDeltaLayer(StateLayer):
         if inputs.shape[1] != self.conv_channels or len(inputs) != (self.batch_size or len(inputs)):
             wanted = f"shape [{self.batch_size or 'B'}, {self.conv_channels}, tokens]"
             raise argument_error("inputs", wanted, describe(inputs))
-        count, forms = integer("tokens", tokens, 0), StateForms(len(inputs), self.state_forms(fmt.dtype))
+        count, forms = integer("tokens", tokens, 0), StateForms(len(inputs), self._state_forms(fmt.dtype))
         arrays = self._begin_step(forms, count) if count else self.states
-        self.overwrites()
+        self._overwrites()
         self._window = np.concatenate([arrays["conv"], inputs], axis=2)
         arrays["conv"][...] = self._window[..., inputs.shape[2] :]
         return self._window
@@ -232,10 +232,10 @@ class GatedDeltaLayer(StateLayer):
         ndarray, shape [B, T, heads, dv]
         """
         before, self.norm = self.span.length - tokens[2].shape[1], norm
-        self.overwrites()
+        self._overwrites()
         return self._run(tokens, g, beta, self.states, 64, before, self._window)
 
-    def state_forms(self, dtype: Any) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+    def _state_forms(self, dtype: Any) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
         """Return the shapes of the arrays of a state, without the batch, and their dtypes."""
         return {
             "recurrent": ((self.num_heads, self.dk, self.dv), np.dtype(np.float32)),
@@ -249,7 +249,7 @@ class GatedDeltaLayer(StateLayer):
         elif self.store.geometry != forms:
             raise argument_error("qkv", f"a state of {self.store.geometry}", str(forms))
         store, before = self.store, self.span.length
-        if self.record_past and store.current != NO_STATE:
+        if self._record_past and store.current != NO_STATE:
             store.checkpoints = {**store.checkpoints, before: store.current}
         return self._advance(tokens, {})
 
@@ -267,7 +267,7 @@ class GatedDeltaLayer(StateLayer):
         """Run the rule over the state; keep what a recorded step did."""
         state, count = arrays["recurrent"], tokens[2].shape[1]
         options: dict[str, Any] = {"g": g, "beta": beta, "state": state, "norm": self.norm}
-        if not self.record_past or not count or window is None:
+        if not self._record_past or not count or window is None:
             return gated_delta_rule(*tokens, chunk=chunk, **options)[0]
         early = max(count - self.drafts, 0)
         outputs: list[Array] = []
@@ -299,7 +299,7 @@ class GatedDeltaLayer(StateLayer):
 
     # Removing tokens and changing the batch
 
-    def length_after_crop(self, length: int, call: str = "crop") -> int:
+    def _length_after_crop(self, length: int, call: str = "crop") -> int:
         left = requests.length_after_crop(length, self.span.length)
         return left if self._recorded(left) is not None else self._checked_length(left)
 
@@ -330,9 +330,9 @@ class GatedDeltaLayer(StateLayer):
         super()._return_to(left)
         self._recordings = {}  # the tokens before are settled
 
-    def rearrange(self, plan: Any) -> None:
+    def _rearrange(self, plan: Any) -> None:
         self._recordings = {}  # positions change
-        super().rearrange(plan)
+        super()._rearrange(plan)
 
     def _take_rows(self, indices: Array) -> None:
         super()._take_rows(indices)
@@ -340,10 +340,10 @@ class GatedDeltaLayer(StateLayer):
             at: Recording(*(x[indices] for x in each)) for at, each in self._recordings.items()
         }
 
-    def forget_rows(self) -> None:
+    def _forget_rows(self) -> None:
         self._recordings = {}
-        super().forget_rows()
+        super()._forget_rows()
 
-    def fill(self, arrays: Mapping[str, Array], length: int) -> None:
-        super().fill(arrays, length)
+    def _fill(self, arrays: Mapping[str, Array], length: int) -> None:
+        super()._fill(arrays, length)
         self._recordings = {}

@@ -39,14 +39,14 @@ def check_alike(layer: Any, other: Any) -> None:
         wanted = "another layer (copy.deepcopy of it, to have its tokens twice)"
         raise argument_error("other", wanted, "the layer itself")
     for each in (layer, other):
-        if not hasattr(each, "why_not_joined"):
+        if not hasattr(each, "_why_not_joined"):
             raise argument_error("other", "a layer", describe(each))
-        if each.why_not_joined:
-            raise argument_error(each.name, "rows that can be joined", each.why_not_joined)
+        if each._why_not_joined:
+            raise argument_error(each.name, "rows that can be joined", each._why_not_joined)
     if kind_of(layer) != kind_of(other):
         raise argument_error("other", f"a layer of one kind and format, {kind_of(layer)}", kind_of(other))
     for each in (layer, other):
-        if each.record_past:
+        if each._record_past:
             raise argument_error(each.name, "no past that is recorded (crop first)", "append")
     if other.window is not None and other.span.oldest:
         wanted = f"all tokens of a window of {other.window}, before the first has left it"
@@ -59,7 +59,7 @@ def check_alike(layer: Any, other: Any) -> None:
 
 def kind_of(layer: Any) -> tuple[str, dict[str, Any]]:
     """Return a layer's class and arguments, without the room that it has."""
-    about = {name: value for name, value in layer.describe().items() if name != "max_cache_len"}
+    about = {name: value for name, value in layer._describe().items() if name != "max_cache_len"}
     return type(layer).__name__, about
 
 
@@ -75,12 +75,12 @@ def plan_join(layer: Any, now: RowPositions, other: Any, at: SupportsIndex | Non
     rotation = common_rotation(rotation, other.rope)
     count, length = other.stored_tokens, other.get_seq_length()
     theirs = RowPositions.restored(
-        other.positions, pieces_array(other.pieces(other.span.oldest)), length, count
+        other.positions, pieces_array(other._pieces(other.span.oldest)), length, count
     )
     row, moved = join_positions(now, theirs, at, rotation)
     if layer.window is not None and row < len(now.positions):
         raise argument_error("at", f"{now.length}, the end of a layer with a window", at)
-    layer.check_room(layer.span.length, count)
+    layer._check_room(layer.span.length, count)
     return Join(other, row, count, moved)
 
 

@@ -37,7 +37,7 @@ WORDS_OF_FILES = {
 def describe_layer(layer: Any) -> dict[str, Any]:
     """Describe a layer's class, arguments and rotation for a file, for `make_layer`."""
     rope = {} if layer.rope is None else {"rope": describe_rotation(layer.rope)}
-    return {"kind": type(layer).__name__, "arguments": layer.describe(), **rope}
+    return {"kind": type(layer).__name__, "arguments": layer._describe(), **rope}
 
 
 def make_layer(about: Mapping[str, Any]) -> Any:

@@ -78,7 +78,7 @@ class LatentLayer(DynamicLayer):
             self._joined = self._codes.bytes
         super().__init__()
 
-    def describe(self) -> dict[str, Any]:
+    def _describe(self) -> dict[str, Any]:
         sizes = {"latent_dim": self.latent_dim, "rope_dim": self.rope_dim}
         return sizes | ({"format": self.format} if self.format else {})
 
@@ -179,17 +179,17 @@ class LatentLayer(DynamicLayer):
     # Sizes and positions
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
+    def _shape(self) -> tuple[int, int, int, int]:
         """Return the shape of the keys that `stored` returns."""
         return self.batch_size, 1, self.stored_tokens, self.latent_dim + self.rope_dim
 
     @property
-    def changes(self) -> Span:
+    def _changes(self) -> Span:
         """Return what differs after each call that changes the rows, for views."""
         return self.span
 
-    def stored(self) -> tuple[States, States]:
-        keys = super().stored()[0]
+    def _stored(self) -> tuple[States, States]:
+        keys = super()._stored()[0]
         keys = keys if self._codes is None else self._codes.decode(keys)
         return keys, keys[..., : self.latent_dim]
 
@@ -199,25 +199,25 @@ class LatentLayer(DynamicLayer):
             return 0
         return self.stored_tokens * self.batch_size * self._joined * self.store.sides[0].itemsize
 
-    def arrays(self) -> dict[str, Array]:
-        return {} if self.store is None else {"rows": super().stored()[0]}
+    def _arrays(self) -> dict[str, Array]:
+        return {} if self.store is None else {"rows": super()._stored()[0]}
 
-    def fill(self, arrays: Mapping[str, Array], length: int) -> None:
+    def _fill(self, arrays: Mapping[str, Array], length: int) -> None:
         rows = arrays["rows"]
         width = rows.shape[-1] if self._codes else self.latent_dim
-        super().fill({"keys": rows, "values": rows[..., :width]}, length)
+        super()._fill({"keys": rows, "values": rows[..., :width]}, length)
 
     # Moving rows. Only the last elements of a row are rotated
 
-    def plan(self, call: str, *arguments: Any, rope: RopeLike = None, **options: Any) -> Rearrangement:
+    def _plan(self, call: str, *arguments: Any, rope: RopeLike = None, **options: Any) -> Rearrangement:
         self.rope, rope = (placed_rotation(rotation, self.latent_dim) for rotation in (self.rope, rope))
-        return super().plan(call, *arguments, rope=rope, **options)
+        return super()._plan(call, *arguments, rope=rope, **options)
 
-    def plan_join(self, other: Any, at: SupportsIndex | None = None, rope: RopeLike = None) -> Join:
+    def _plan_join(self, other: Any, at: SupportsIndex | None = None, rope: RopeLike = None) -> Join:
         self.rope, rope = (placed_rotation(rotation, self.latent_dim) for rotation in (self.rope, rope))
-        return super().plan_join(other, at, rope)
+        return super()._plan_join(other, at, rope)
 
-    check_append = plan_join
+    _check_append = _plan_join
 
     def _check_movable(self, call: str, plan: Rearrangement) -> None:
         super()._check_movable(call, plan)
@@ -282,8 +282,8 @@ class IndexedLayer(LatentLayer):
         self.index_dim = integer("index_dim", index_dim, 1)
         super().__init__(latent.latent_dim, latent.rope_dim)
 
-    def describe(self) -> dict[str, Any]:
-        latent = {"kind": LatentLayer.__name__, "arguments": super().describe()}
+    def _describe(self) -> dict[str, Any]:
+        latent = {"kind": LatentLayer.__name__, "arguments": super()._describe()}
         return {"latent": latent, "index_dim": self.index_dim}
 
     @property
@@ -403,12 +403,12 @@ class IndexedLayer(LatentLayer):
             wanted = "a call that keeps positions: index keys are rotated (if they are not: rope='none')"
             raise argument_error(self.name, wanted, call)
 
-    def arrays(self) -> dict[str, Array]:
-        stored = super().arrays()
+    def _arrays(self) -> dict[str, Array]:
+        stored = super()._arrays()
         return stored | {"index_keys": self._index_rows()} if stored else stored
 
-    def fill(self, arrays: Mapping[str, Array], length: int) -> None:
-        super().fill(arrays, length)
+    def _fill(self, arrays: Mapping[str, Array], length: int) -> None:
+        super()._fill(arrays, length)
         self._index_rows()[...] = arrays["index_keys"]
 
 

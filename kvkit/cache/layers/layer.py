@@ -56,7 +56,7 @@ class Layer(BaseLayer):
         The arrays of keys and values; None before the first update.
     allocate : function
         Makes the arrays of stores, in memory or in files.
-    row_positions : RowPositions
+    _row_positions : RowPositions
         The positions of its first rows; None while row r has position r and no key is shifted. The rows of
         a window have consecutive positions, so it is None there unless keys are shifted.
     rope : Rope or "none"
@@ -67,29 +67,29 @@ class Layer(BaseLayer):
     span: Any
     allocate: Allocate
     rope: RopeLike
-    attributes = Attributes(
-        "store", "span", "row_positions", "rope", "record_past", "allocate", "overwritten"
+    _attributes = Attributes(
+        "store", "span", "_row_positions", "rope", "_record_past", "allocate", "overwritten"
     )
-    reorders_in_place = True  # whether `reorder` to a batch of the same size overwrites rows
-    why_not_joined = ""  # why rows of other layers cannot be added, see `append`
-    source: Layer | None = None  # the layer whose rows a `SharedLayer` reads
+    _reorders_in_place = True  # whether `reorder` to a batch of the same size overwrites rows
+    _why_not_joined = ""  # why rows of other layers cannot be added, see `append`
+    _source: Layer | None = None  # the layer whose rows a `SharedLayer` reads
     _joined = 0  # see `Geometry.joined`; 0 but in layers of latent rows
 
     def __init__(self) -> None:
         self.name, self._lock, self._attention = type(self).__name__, LayerLock(), LayerAttention()
-        self.row_positions, self.rope, self.record_past, self.allocate = None, None, False, in_memory
+        self._row_positions, self.rope, self._record_past, self.allocate = None, None, False, in_memory
         self.overwritten = 0  # how many changes have overwritten rows of tokens
         self._set_store(None, Span())
 
-    def counters(self) -> tuple[Any, ...]:
+    def _counters(self) -> tuple[Any, ...]:
         """Return the objects that count rows, by the names in their `attributes`."""
         return (self,) if self.store is None else (self, *self.store.counters())
 
-    def overwrites(self) -> None:
+    def _overwrites(self) -> None:
         """Say that rows of tokens will be overwritten now, so that an interrupt loses them."""
         self.overwritten += 1
 
-    def lose_rows(self) -> None:
+    def _lose_rows(self) -> None:
         """Refuse every later call but `reset`, because an interrupted change has lost rows."""
         self.store = self.span = LostRows(self.name)
 
@@ -103,10 +103,10 @@ class Layer(BaseLayer):
         geometry = "" if self.store is None else f", {self.store.geometry}"
         return f"<{self.name}: {self.span.length} tokens{geometry}>"
 
-    def connect(self, layers: Sequence[Layer], number: int) -> None:
+    def _connect(self, layers: Sequence[Layer], number: int) -> None:
         """Tell the layer that it is layer `number` of `layers`, for layers that read another one."""
 
-    def describe(self) -> dict[str, Any]:
+    def _describe(self) -> dict[str, Any]:
         """Return the arguments of the constructor, for a file."""
         return {}
 
@@ -124,7 +124,7 @@ class Layer(BaseLayer):
         """Return whether new tokens may begin at `start` and replace the tokens from there on."""
         return False
 
-    def check_room(self, length: int, new: int) -> None:
+    def _check_room(self, length: int, new: int) -> None:
         """Raise if the layer can never hold `new` tokens after `length`."""
 
     def _capacity(self, rows: int) -> int:
@@ -134,7 +134,7 @@ class Layer(BaseLayer):
     def _new_store(self, geometry: Geometry, capacity: Any) -> Any:
         return Store(geometry, capacity, self.allocate)
 
-    def share_lock(self, lock: LayerLock) -> None:
+    def _share_lock(self, lock: LayerLock) -> None:
         """Take the lock of a closed cache, which refuses calls of its layers too."""
         self._lock = lock
 
@@ -160,23 +160,23 @@ class Layer(BaseLayer):
         start = self.span.length
         if cache_position is not None:
             start = self._first_new(cache_position, new)
-        self.check_room(start, new)
+        self._check_room(start, new)
         begin, end = self._returned(start, new)
         self._make_room(geometry, max(end, start + new), self.span.oldest)
         if start < self.span.length:  # new tokens replace some
             key_states, value_states = (self._unshared(side) for side in (key_states, value_states))
-            self.overwrites()
-            if self.row_positions is not None:
-                self.row_positions = self.row_positions.first(start)
+            self._overwrites()
+            if self._row_positions is not None:
+                self._row_positions = self._row_positions.first(start)
             self._shorten(self.span.cropped(start, 0))
         oldest, origin = self.span.oldest, self.span.origin
         self.store.write(start - origin, key_states, value_states)
-        if not self.record_past:
+        if not self._record_past:
             oldest = max(oldest, self._stored_from(start + new))
-        span, rows = Span(start + new, oldest, begin, origin, before=start), self.row_positions
+        span, rows = Span(start + new, oldest, begin, origin, before=start), self._row_positions
         if rows is not None and span.first >= rows.length:
             rows = None  # the last shifted key has left the window
-        self.span, self.row_positions = span, rows
+        self.span, self._row_positions = span, rows
         self._commit()
         return self.store.rows(begin - origin, end - origin)
 
@@ -232,16 +232,16 @@ class Layer(BaseLayer):
     def reserve(self, query_length: SupportsIndex) -> None:
         """Make room for `query_length` more tokens, so that their update cannot fail for lack of it."""
         new, length = integer("query_length", query_length, 0), self.span.length
-        self.check_room(length, new)
+        self._check_room(length, new)
         if self.store is not None:
             end = max(length + new, self._returned(length, new)[1])
             self._make_room(self.store.geometry, end, self.span.first)
 
     @one_call_at_a_time
     @whole
-    def release_undo(self) -> None:
+    def _release_undo(self) -> None:
         """Free memory that only the last update needed: move to a smaller store if this one is too large."""
-        if self.window is None or self.store is None or self.record_past:
+        if self.window is None or self.store is None or self._record_past:
             return
         room, length = self.window + window_slack(self.window), self.span.length
         if self.store.capacity > room + window_slack(self.window):
@@ -252,11 +252,11 @@ class Layer(BaseLayer):
     # Sizes and positions
 
     def get_seq_length(self) -> int:
-        rows = self.row_positions
+        rows = self._row_positions
         return self.span.length if rows is None else rows.position_after(self.span.length)
 
     def get_mask_sizes(self, query_length: SupportsIndex) -> tuple[int, int]:
-        if self.row_positions is None:
+        if self._row_positions is None:
             return super().get_mask_sizes(query_length)
         begin, end = self._returned(self.span.length, integer("query_length", query_length, 0))
         return end - begin, begin + self.get_seq_length() - self.span.length
@@ -271,26 +271,26 @@ class Layer(BaseLayer):
 
     @property
     def rope_shifts(self) -> Array:
-        return pieces_array(self.pieces(self.span.oldest))
+        return pieces_array(self._pieces(self.span.oldest))
 
-    def pieces(self, first: int) -> list[Piece]:
+    def _pieces(self, first: int) -> list[Piece]:
         """Return the pieces of the rows from number `first` on, by the rope shift of their keys."""
         length = self.span.length
-        if self.row_positions is not None:
-            return self.row_positions.pieces(first, length)
+        if self._row_positions is not None:
+            return self._row_positions.pieces(first, length)
         return [Piece(0, length - first, 0)] if length > first else []
 
     def _positions_from(self, row: int) -> RowPositions:
         """Return the positions and rope shifts of all rows from number `row` on."""
-        if self.row_positions is not None:
-            return self.row_positions.between(row, self.span.length)
+        if self._row_positions is not None:
+            return self._row_positions.between(row, self.span.length)
         return RowPositions.contiguous(row, self.span.length)
 
     @property
     def batch_size(self) -> int:
         return 0 if self.store is None else self.store.geometry.batch
 
-    def stored(self) -> tuple[States, States]:
+    def _stored(self) -> tuple[States, States]:
         return self.store.rows(*self.span.rows_from(self.span.oldest))
 
     def attend(  # type: ignore[override]  # names the options of the base class
@@ -358,20 +358,20 @@ class Layer(BaseLayer):
         >>> first.get_seq_length(), first.rope_shifts.tolist()
         (10, [[0, 3, 0], [3, 8, 3], [8, 10, 5]])
         """
-        self.join(self.plan_join(other, at, rope))
+        self._join(self._plan_join(other, at, rope))
 
-    def plan_join(self, other: Any, at: SupportsIndex | None = None, rope: RopeLike = None) -> Join:
-        """Check an `append`; return a plan for `join`."""
+    def _plan_join(self, other: Any, at: SupportsIndex | None = None, rope: RopeLike = None) -> Join:
+        """Check an `append`; return a plan for `_join`."""
         plan = plan_join(self, self._positions_from(self.span.first), other, at, rope)
         self._check_movable("append", plan.moved)
         return plan
 
-    check_append = plan_join
+    _check_append = _plan_join
 
     @one_call_at_a_time
     @whole
-    def join(self, plan: Join) -> None:
-        """Carry out a plan that `plan_join` returned."""
+    def _join(self, plan: Join) -> None:
+        """Carry out a plan that `_plan_join` returned."""
         after, length = plan.moved.after, self.span.length + plan.new
         if plan.new:
             self._join_rows(plan)
@@ -379,7 +379,7 @@ class Layer(BaseLayer):
         self.span = Span(
             length, max(span.oldest, self._stored_from(length)), span.oldest, span.origin, length
         )
-        self.row_positions, self.rope = self._needed_positions(after), plan.moved.rope
+        self._row_positions, self.rope = self._needed_positions(after), plan.moved.rope
         self._commit()
 
     def _join_rows(self, plan: Join) -> None:
@@ -424,13 +424,13 @@ class Layer(BaseLayer):
         DroppedTokensError
             If a sliding window would need tokens that are no longer stored: a KvkitError and a RuntimeError.
         """
-        length = self.length_after_crop(length)
-        if self.row_positions is not None:
-            length, rows = self.row_positions.crop(length)
-            self.row_positions = self._needed_positions(rows)
+        length = self._length_after_crop(length)
+        if self._row_positions is not None:
+            length, rows = self._row_positions.crop(length)
+            self._row_positions = self._needed_positions(rows)
         self._shorten(self.span.cropped(length, self._stored_from(length)))
 
-    def length_after_crop(self, length: int, call: str = "crop") -> int:
+    def _length_after_crop(self, length: int, call: str = "crop") -> int:
         """Check a `crop`, or another `call` that drops the last tokens; return the position after it."""
         span = self.span
         left = requests.length_after_crop(length, self.get_seq_length())
@@ -440,23 +440,23 @@ class Layer(BaseLayer):
             raise argument_error(self.name, f"{wanted} ({remedy})", f"{call} to {left}", DroppedTokensError)
         return left
 
-    def check_crop(self, length: int) -> None:
+    def _check_crop(self, length: int) -> None:
         """Raise the error that `crop` would raise."""
-        self.length_after_crop(length)
+        self._length_after_crop(length)
 
-    def check_reorder(self, indices: ArrayLike) -> None:
+    def _check_reorder(self, indices: ArrayLike) -> None:
         """Raise the error that `reorder` would raise."""
         requests.check_rows(indices, self.batch_size)
 
-    def check_repeat(self, repeats: int) -> None:
+    def _check_repeat(self, repeats: int) -> None:
         """Raise the error that `repeat` would raise."""
         integer("repeats", repeats, 1)
 
-    def check_reserve(self, query_length: SupportsIndex) -> None:
+    def _check_reserve(self, query_length: SupportsIndex) -> None:
         """Raise the error that `reserve` would raise."""
-        self.check_room(self.span.length, integer("query_length", query_length, 0))
+        self._check_room(self.span.length, integer("query_length", query_length, 0))
 
-    def check_reset(self) -> None:
+    def _check_reset(self) -> None:
         """Raise the error that `reset` would raise: none."""
 
     def _shorten(self, span: Span) -> None:
@@ -465,16 +465,16 @@ class Layer(BaseLayer):
         if self.store is not None:
             self._commit()
 
-    def plan(self, call: str, *arguments: Any, rope: RopeLike = None, **options: Any) -> Rearrangement:
+    def _plan(self, call: str, *arguments: Any, rope: RopeLike = None, **options: Any) -> Rearrangement:
         span, now = self.span, self._positions_from(self.span.first)
         dim = None if self.store is None else self.store.geometry.key_dim
         rotation = rotation_of(rope, self.rope, dim, now.shifted)
         plan = planner(call)(now, rotation, *arguments, **options)
         plan = plan.without_gaps(older=span.oldest - span.first).in_few_pieces()
         if plan.crops:
-            self.length_after_crop(plan.after.length - now.length, call)
+            self._length_after_crop(plan.after.length - now.length, call)
         elif plan.changes(now):
-            if self.record_past:
+            if self._record_past:
                 raise argument_error(self.name, "no past that is recorded (crop first)", call)
             self._check_movable(call, plan)
         return plan
@@ -488,17 +488,17 @@ class Layer(BaseLayer):
                 wanted = f"no hole in its window of {self.window} (shift all of its tokens, or none)"
                 raise argument_error(self.name, wanted, f"one after {call}")
 
-    def rearrange(self, plan: Rearrangement) -> None:
+    def _rearrange(self, plan: Rearrangement) -> None:
         """Carry out a plan."""
         now = self._positions_from(self.span.first)
         if plan.crops and plan.after.length < now.length:
             self.crop(plan.after.length - now.length)
         elif plan.changes(now):
-            self.move_rows(plan)
+            self._move_rows(plan)
 
     @one_call_at_a_time
     @whole
-    def move_rows(self, plan: Rearrangement) -> None:
+    def _move_rows(self, plan: Rearrangement) -> None:
         """Move rows and positions as planned."""
         begin, end = self.span.rows_from(self.span.first)
         rows = begin + np.flatnonzero(plan.kept)
@@ -506,11 +506,11 @@ class Layer(BaseLayer):
         first = int(rows[0]) if self.window is not None and len(rows) else 0
         if self.store is not None:
             if plan.rotated is not None or (rows != np.arange(first, first + len(rows))).any():
-                self.overwrites()
+                self._overwrites()
             self.store.keep_rows(rows, first, plan.rope, plan.rotated)
             self._free_rows(first + len(rows), end)
         self.span = self._span_of(plan, first)
-        self.row_positions, self.rope = self._needed_positions(plan.after), plan.rope
+        self._row_positions, self.rope = self._needed_positions(plan.after), plan.rope
 
     def _span_of(self, plan: Rearrangement, first: int) -> Span:
         """Return the span after a plan; its rows begin at row `first` of the store."""
@@ -523,12 +523,12 @@ class Layer(BaseLayer):
         return Span(length, oldest, begin, origin=begin - first, before=length)
 
     def _needed_positions(self, rows: RowPositions) -> RowPositions | None:
-        """Return the positions of rows as `row_positions` has them: None if they need not be stored."""
+        """Return the positions of rows as `_row_positions` has them: None if they need not be stored."""
         if self.window is None:
             return None if rows.is_plain() else rows
         return replace(rows, base=rows.length - len(rows.positions)) if rows.shifts.any() else None
 
-    def trim(self) -> None:
+    def _trim(self) -> None:
         """Free the memory of removed tokens; most layers have none left."""
 
     def _free_rows(self, begin: int, end: int) -> None:
@@ -540,7 +540,7 @@ class Layer(BaseLayer):
         """Replace row b of the batch by the old row ``indices[b]``. The batch becomes ``len(indices)``."""
         self._take_rows(requests.check_rows(indices, self.batch_size))
 
-    select = reorder_cache = batch_select_indices = reorder
+    reorder_cache = batch_select_indices = reorder
 
     @one_call_at_a_time
     @whole
@@ -556,7 +556,7 @@ class Layer(BaseLayer):
             return
         first, geometry = self.span.first, self.store.geometry
         if len(indices) == geometry.batch:
-            self.overwrites()
+            self._overwrites()
             self.store.take(indices, *self.span.rows_from(first))
         else:
             geometry = geometry._replace(batch=len(indices))
@@ -566,34 +566,34 @@ class Layer(BaseLayer):
     @whole
     def reset(self) -> None:
         """Remove all tokens. The next update decides dtype and shape again."""
-        self.forget_rows()
+        self._forget_rows()
 
-    def forget_rows(self) -> None:
+    def _forget_rows(self) -> None:
         """Drop all tokens and arrays."""
-        self.record_past, self.row_positions = False, None
+        self._record_past, self._row_positions = False, None
         self._set_store(None, Span())
 
-    def stop_past_recording(self) -> None:
+    def _stop_past_recording(self) -> None:
         """End what `activate_past_recording` began: drop or encode the tokens that leave the window."""
-        self.set_past_recording(False)
+        self._set_past_recording(False)
 
     @one_call_at_a_time
     @whole
-    def set_past_recording(self, recording: bool = True) -> None:
+    def _set_past_recording(self, recording: bool = True) -> None:
         """Keep tokens that would be dropped or encoded until the next `crop`, which can drop draft tokens.
 
         If not `recording`, end this.
         """
-        self.record_past = recording
+        self._record_past = recording
         self._commit()
 
     # Files
 
-    def arrays(self) -> dict[str, Array]:
+    def _arrays(self) -> dict[str, Array]:
         """Return the layer's arrays by their names in a saved file."""
         if self.store is None:
             return {}
-        arrays = dict(zip(SIDES, self.stored(), strict=True))
+        arrays = dict(zip(SIDES, self._stored(), strict=True))
         if before := self.span.oldest - self._saved_from():  # what only the last query attends to
             rows = self.store.rows(*self.span.rows_from(self._saved_from()))
             arrays |= {
@@ -606,21 +606,21 @@ class Layer(BaseLayer):
         oldest, first, window = self.span.oldest, self.span.first, self.window
         return oldest if window is None else min(oldest, max(first, self.span.length - window))
 
-    def load(self, arrays: dict[str, Array], length: int) -> None:
+    def _load(self, arrays: dict[str, Array], length: int) -> None:
         """Fill an empty layer with what `arrays` and `moves` returned. `length` is the next position."""
         moves = {name: arrays.pop(name) for name in ("positions", "rope_shifts") if name in arrays}
         if arrays or (length and not moves):
             rows = moves.get("positions") if self.window is None else None
-            self.fill(arrays, length if rows is None else len(rows))
+            self._fill(arrays, length if rows is None else len(rows))
         if len(moves) == 2:
-            self.set_positions(moves["positions"], moves["rope_shifts"], length)
+            self._set_positions(moves["positions"], moves["rope_shifts"], length)
 
-    def fill(self, arrays: Mapping[str, Array], length: int) -> None:
+    def _fill(self, arrays: Mapping[str, Array], length: int) -> None:
         """Fill an empty layer with `length` tokens from a file; raise KvkitError if the arrays do not fit."""
         keys, values = (arrays[name] for name in SIDES)
         if f"{PREVIOUS}keys" in arrays:
             keys, values = (np.concatenate((arrays[PREVIOUS + name], arrays[name]), 2) for name in SIDES)
-        self.check_room(0, length)
+        self._check_room(0, length)
         stored = keys.shape[2]
         oldest = length - stored
         if not 0 <= oldest <= self._croppable_to(length):
@@ -631,32 +631,32 @@ class Layer(BaseLayer):
         self._set_store(store, Span(length, oldest, begin=first, origin=first, before=length))
 
     @property
-    def was_moved(self) -> bool:
+    def _was_moved(self) -> bool:
         """Return whether a saved file must list the positions of rows."""
-        return self.row_positions is not None
+        return self._row_positions is not None
 
-    def moves(self) -> dict[str, Array]:
+    def _moves(self) -> dict[str, Array]:
         """Return positions and rope shifts by their names in a saved file; {} if no row was moved."""
-        if not self.was_moved:
+        if not self._was_moved:
             return {}
         first = self._saved_from()
-        shifts = pieces_array(self.pieces(first))
+        shifts = pieces_array(self._pieces(first))
         return {"positions": self._positions_from(first).positions.copy(), "rope_shifts": shifts}
 
-    def set_positions(self, positions: ArrayLike, rope_shifts: ArrayLike, length: int) -> None:
+    def _set_positions(self, positions: ArrayLike, rope_shifts: ArrayLike, length: int) -> None:
         """Set the positions of stored rows from a file; raise KvkitError if they are illegal."""
         first, end = self.span.first, self.span.length
         after = RowPositions.restored(positions, rope_shifts, length, end - first)
         if after.shifts.any():
             check_rotation(self.rope)
         self._check_movable("load", Rearrangement(np.ones(end - first, bool), after, self.rope))
-        self.row_positions = self._needed_positions(after)
+        self._row_positions = self._needed_positions(after)
 
     # Where the arrays lie
 
     @one_call_at_a_time
     @whole
-    def lie_in(self, allocate: Allocate) -> None:
+    def _lie_in(self, allocate: Allocate) -> None:
         """Move the arrays to new ones from `allocate`, which will make later arrays too."""
         if allocate is not self.allocate:
             self.allocate = allocate
@@ -667,6 +667,6 @@ class Layer(BaseLayer):
         if self.store is not None:
             self._move(self.store.geometry, self.store.capacity, self.span.first, final=True)
 
-    def large_arrays(self) -> Iterable[Array]:
+    def _large_arrays(self) -> Iterable[Array]:
         """Return the arrays of rows, which may lie in files."""
         return () if self.store is None else self.store.sides

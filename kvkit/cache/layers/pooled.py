@@ -148,13 +148,13 @@ class PooledLayer(CompressedLayer):
 
     # Files
 
-    def arrays(self) -> dict[str, Array]:
+    def _arrays(self) -> dict[str, Array]:
         overlaps = () if self.store is None else self.store.overlaps
         named = zip(COMPRESSORS, overlaps, strict=False)
-        return super().arrays() | {f"overlaps.{name}": array for name, array in named}
+        return super()._arrays() | {f"overlaps.{name}": array for name, array in named}
 
-    def fill(self, arrays: Mapping[str, Array], length: int) -> None:
-        super().fill(arrays, length)
+    def _fill(self, arrays: Mapping[str, Array], length: int) -> None:
+        super()._fill(arrays, length)
         names = [f"overlaps.{name}" for name in COMPRESSORS if f"overlaps.{name}" in arrays]
         if names:
             self.store = replace(self.store, overlaps=tuple(arrays[name].copy() for name in names))

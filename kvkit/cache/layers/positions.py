@@ -71,7 +71,7 @@ class RowPositions:
             raise argument_error("positions", f"ascending positions below {length}", describe(positions))
         return cls(positions, np.repeat(pieces[:, 2], np.diff(ends)), length)
 
-    def describe(self) -> dict[str, Any]:
+    def _describe(self) -> dict[str, Any]:
         """Describe the rows for JSON: runs of consecutive positions, and rope shifts."""
         borders = [0, *(np.flatnonzero(np.diff(self.positions) != 1) + 1), len(self.positions)]
         pairs = itertools.pairwise(borders if len(self.positions) else [])
@@ -281,9 +281,9 @@ PLANS: dict[str, Callable[..., Rearrangement]] = {
 }  # fmt: skip
 
 
-# Verbs that move no tokens: an object has a method `check_VERB` for each that it has.
+# Verbs that move no tokens: an object has a method `_check_VERB` for each that it has.
 OTHER_VERBS = "append", "crop", "reorder", "repeat", "reserve", "reset", "compress"
-OTHER_NAMES = dict.fromkeys(("select", "reorder_cache", "batch_select_indices"), "reorder")
+OTHER_NAMES = dict.fromkeys(("reorder_cache", "batch_select_indices"), "reorder")
 OTHER_NAMES |= {"batch_repeat_interleave": "repeat"}
 
 
@@ -369,16 +369,16 @@ def planner(call: str) -> Callable[..., Rearrangement]:
 def check_call(cache: Any, plan: Callable[..., Any], call: str, *arguments: Any, **options: Any) -> None:
     """Raise the error that a call would raise; nothing changes. `plan` checks calls that move tokens."""
     verb = OTHER_NAMES.get(call, call)
-    check = getattr(cache, f"check_{verb}", None)
+    check = getattr(cache, f"_check_{verb}", None)
     if check is not None:
         check(*arguments, **options)
         return
     if verb not in PLANS:
-        known = [*PLANS, *(name for name in OTHER_VERBS if hasattr(cache, f"check_{name}"))]
+        known = [*PLANS, *(name for name in OTHER_VERBS if hasattr(cache, f"_check_{name}"))]
         raise argument_error("call", f"one of {', '.join(known)}", repr(call))
     bound = inspect.signature(getattr(cache, call)).bind(*arguments, **options)
     bound.apply_defaults()
     by_name = {name for name, each in bound.signature.parameters.items() if each.kind is each.KEYWORD_ONLY}
-    by_name |= {"rope"}  # as methods call `plan`
+    by_name |= {"rope"}  # as methods call `_plan`
     named = {name: value for name, value in bound.arguments.items() if name in by_name}
     plan(call, *(value for name, value in bound.arguments.items() if name not in by_name), **named)

@@ -83,7 +83,7 @@ class QuantizedLayer(Layer):
     (1, 2, 1, 64)
     """
 
-    reorders_in_place = False
+    _reorders_in_place = False
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class QuantizedLayer(Layer):
         self.read_back = flag("read_back", read_back)
         super().__init__()
 
-    def describe(self) -> dict[str, Any]:
+    def _describe(self) -> dict[str, Any]:
         key, value = ({name: x for name, x in asdict(spec).items() if x is not None} for spec in self.specs)
         counts = {"residual_length": self.residual_length, "sink": self.sink, "read_back": self.read_back}
         return {"key": key, "value": value, **counts}
@@ -133,7 +133,7 @@ class QuantizedLayer(Layer):
 
     @one_call_at_a_time
     @whole
-    def trim(self) -> None:
+    def _trim(self) -> None:
         """Move codes in memory to arrays without room for removed tokens."""
         if self.store is not None:
             self._set_store(self.store.select_rows(np.arange(self.batch_size)), self.span)
@@ -156,15 +156,15 @@ class QuantizedLayer(Layer):
 
     @one_call_at_a_time
     @whole
-    def release_undo(self) -> None:
+    def _release_undo(self) -> None:
         """Free the unquantized rows of a long update; attention then reads their codes."""
-        if self.store is not None and not self.record_past and self.store.is_large:
+        if self.store is not None and not self._record_past and self.store.is_large:
             self.store.release_undo()
 
-    def stored(self) -> tuple[States, States]:
+    def _stored(self) -> tuple[States, States]:
         return self.store.stored()
 
-    activate_past_recording = Layer.set_past_recording
+    activate_past_recording = Layer._set_past_recording
 
     @property
     def nbytes(self) -> int:
@@ -173,16 +173,16 @@ class QuantizedLayer(Layer):
     # Files
 
     @property
-    def was_moved(self) -> bool:
-        return super().was_moved or (self.store is not None and self.store.lost_sinks > 0)
+    def _was_moved(self) -> bool:
+        return super()._was_moved or (self.store is not None and self.store.lost_sinks > 0)
 
-    def arrays(self) -> dict[str, Array]:
+    def _arrays(self) -> dict[str, Array]:
         if self.store is not None:
             self.store.attend_to_codes()  # as a loaded layer will
         sides = zip(SIDES, self.store.sides, strict=True) if self.store else ()
         return {f"{name}.{part}": array for name, side in sides for part, array in side.arrays().items()}
 
-    def fill(self, arrays: Mapping[str, Array], length: int) -> None:
+    def _fill(self, arrays: Mapping[str, Array], length: int) -> None:
         split = [
             {part: arrays[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in arrays} for name in SIDES
         ]
@@ -196,6 +196,6 @@ class QuantizedLayer(Layer):
         if self.store is not None:
             self._set_store(self.store.copied(self.allocate), self.span)
 
-    def large_arrays(self) -> Iterable[Array]:
+    def _large_arrays(self) -> Iterable[Array]:
         sides = self.store.sides if self.store else ()
         return (array for side in sides for array in (side.tail, side.codes, side.cells))

@@ -35,41 +35,41 @@ class SharedLayer(Layer):
     (array([1., 1.], dtype=float32), 3, 0)
     """
 
-    attributes = Layer.attributes.extended("source", "window", "takes_window", "croppable", "why_kept")
+    _attributes = Layer._attributes.extended("_source", "window", "_takes_window", "_croppable", "_why_kept")
 
     def __init__(self, of: int) -> None:
-        self.of = integer("of", of, 0)
-        self.source: Any = None  # until this layer is in a cache
+        self._of = integer("of", of, 0)
+        self._source: Any = None  # until this layer is in a cache
         super().__init__()
 
-    def describe(self) -> dict[str, Any]:
-        return {"of": self.of}
+    def _describe(self) -> dict[str, Any]:
+        return {"of": self._of}
 
-    def connect(self, layers: Sequence[BaseLayer], number: int) -> None:
+    def _connect(self, layers: Sequence[BaseLayer], number: int) -> None:
         wanted = "the number of a layer with rows of its own"
-        if self.of is None or self.of == number or self.of >= len(layers):
-            raise argument_error(f"{self.name}.of", wanted, self.of)
-        if layers[self.of].of is not None or not layers[self.of].has_rows:
-            raise argument_error(f"{self.name}.of", wanted, describe(layers[self.of]))
-        self.source = layers[self.of]
-        self.source.is_shared = True
-        self.window, self.takes_window = self.source.window, self.source.takes_window
-        self.croppable, self.why_kept = self.source.croppable, f"it reads the rows of layer {self.of}"
+        if self._of is None or self._of == number or self._of >= len(layers):
+            raise argument_error(f"{self.name}.of", wanted, self._of)
+        if layers[self._of]._of is not None or not layers[self._of]._has_rows:
+            raise argument_error(f"{self.name}.of", wanted, describe(layers[self._of]))
+        self._source = layers[self._of]
+        self._source._is_shared = True
+        self.window, self._takes_window = self._source.window, self._source._takes_window
+        self._croppable, self._why_kept = self._source._croppable, f"it reads the rows of layer {self._of}"
 
     def _refuse(self, call: str) -> NoReturn:
-        raise argument_error(self.name, f"{call} of layer {self.of}, whose rows it reads", call)
+        raise argument_error(self.name, f"{call} of layer {self._of}, whose rows it reads", call)
 
     def update(
         self, key_states: Array, value_states: Array, cache_position: ArrayLike | None = None
     ) -> tuple[States, States]:
         self._refuse("update")
 
-    def plan_join(self, other: Any, at: SupportsIndex | None = None, rope: Any = None) -> NoReturn:
+    def _plan_join(self, other: Any, at: SupportsIndex | None = None, rope: Any = None) -> NoReturn:
         self._refuse("append")
 
-    check_append = plan_join
+    _check_append = _plan_join
 
-    def plan(self, call: str, *arguments: Any, **options: Any) -> Any:
+    def _plan(self, call: str, *arguments: Any, **options: Any) -> Any:
         self._refuse(call)
 
     # Sizes and positions of the layer that it reads
@@ -77,47 +77,47 @@ class SharedLayer(Layer):
     def attend(  # type: ignore[override]  # takes the options of the layer that it reads
         self, *query: Array, **options: Any
     ) -> Attended:
-        if self.source is None:
-            raise argument_error(self.name, f"a cache with layer {self.of}", "a layer that is in none")
-        return self.source.attend(*query, **options)
+        if self._source is None:
+            raise argument_error(self.name, f"a cache with layer {self._of}", "a layer that is in none")
+        return self._source.attend(*query, **options)
 
     def get_seq_length(self) -> int:
-        return 0 if self.source is None else self.source.get_seq_length()
+        return 0 if self._source is None else self._source.get_seq_length()
 
     def get_max_length(self) -> int:
-        return -1 if self.source is None else self.source.get_max_length()
+        return -1 if self._source is None else self._source.get_max_length()
 
     def get_mask_sizes(self, query_length: SupportsIndex) -> tuple[int, int]:
-        return (self if self.source is None else self.source).get_mask_sizes(query_length)
+        return (self if self._source is None else self._source).get_mask_sizes(query_length)
 
     @property
     def batch_size(self) -> int:
-        return 0 if self.source is None else self.source.batch_size
+        return 0 if self._source is None else self._source.batch_size
 
     @property
     def stored_tokens(self) -> int:
-        return 0 if self.source is None else self.source.stored_tokens
+        return 0 if self._source is None else self._source.stored_tokens
 
     @property
     def positions(self) -> Array:
-        return super().positions if self.source is None else self.source.positions
+        return super().positions if self._source is None else self._source.positions
 
     @property
     def rope_shifts(self) -> Array:
-        return super().rope_shifts if self.source is None else self.source.rope_shifts
+        return super().rope_shifts if self._source is None else self._source.rope_shifts
 
-    def stored(self) -> tuple[States, States]:
-        return self.source.stored()
+    def _stored(self) -> tuple[States, States]:
+        return self._source._stored()
 
     @property
     def nbytes(self) -> int:
         return 0
 
     def __repr__(self) -> str:
-        return f"<{self.name}: the rows of layer {self.of}>"
+        return f"<{self.name}: the rows of layer {self._of}>"
 
-    def length_after_crop(self, length: int, call: str = "crop") -> int:
-        return 0 if self.source is None else self.source.length_after_crop(length, call)
+    def _length_after_crop(self, length: int, call: str = "crop") -> int:
+        return 0 if self._source is None else self._source._length_after_crop(length, call)
 
     # Calls that change all layers of a cache
 
@@ -125,6 +125,6 @@ class SharedLayer(Layer):
         """Do nothing: the call changes the layer that this one reads."""
 
     # What these calls would refuse: nothing
-    check_crop = check_reorder = check_repeat = check_reserve = crop
-    load = reserve = repeat = batch_repeat_interleave = crop
-    reorder = select = reorder_cache = batch_select_indices = _take_rows = crop
+    _check_crop = _check_reorder = _check_repeat = _check_reserve = crop
+    _load = reserve = repeat = batch_repeat_interleave = crop
+    reorder = reorder_cache = batch_select_indices = _take_rows = crop

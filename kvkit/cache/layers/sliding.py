@@ -37,7 +37,7 @@ class SlidingWindowLayer(Layer):
         self.window = self.model_window = integer("window", window, 1)
         super().__init__()
 
-    def describe(self) -> dict[str, Any]:
+    def _describe(self) -> dict[str, Any]:
         return {"sliding_window": self.model_window}
 
     def _returned(self, length: int, new: int) -> tuple[int, int]:
@@ -50,12 +50,12 @@ class SlidingWindowLayer(Layer):
 
     def _capacity(self, rows: int) -> int:
         grown = super()._capacity(rows)
-        return grown if self.record_past else min(grown, rows + window_slack(self.window))
+        return grown if self._record_past else min(grown, rows + window_slack(self.window))
 
     def get_max_length(self) -> int:
         return self.window
 
-    activate_past_recording = Layer.set_past_recording
+    activate_past_recording = Layer._set_past_recording
 
 
 class StaticSlidingWindowLayer(StaticLayer):
@@ -80,7 +80,7 @@ class StaticSlidingWindowLayer(StaticLayer):
     """
 
     window: int
-    croppable = False
+    _croppable = False
 
     def __init__(self, max_cache_len: int, window: int) -> None:
         super().__init__(max_cache_len)
@@ -90,7 +90,7 @@ class StaticSlidingWindowLayer(StaticLayer):
             message = f"max_cache_len {self.window} narrows the sliding window of {self.model_window}"
             warnings.warn(message, stacklevel=2)
 
-    def describe(self) -> dict[str, Any]:
+    def _describe(self) -> dict[str, Any]:
         return {"max_cache_len": self.max_cache_len, "sliding_window": self.model_window}
 
     def _returned(self, length: int, new: int) -> tuple[int, int]:
@@ -107,7 +107,7 @@ class StaticSlidingWindowLayer(StaticLayer):
     def _may_start(self, start: int) -> bool:
         return False
 
-    def check_room(self, length: int, new: int) -> None:
+    def _check_room(self, length: int, new: int) -> None:
         pass  # never full: new tokens overwrite the oldest
 
     def _capacity(self, rows: int) -> int:

@@ -67,17 +67,17 @@ class StateLayer(Layer):
     array([[8., 8.]], dtype=float32)
     """
 
-    has_rows = False
-    reorders_in_place = False
-    why_kept = "a recurrent state holds all tokens"
-    why_not_joined = "a recurrent state, which has no rows (let the model read the tokens after it)"
+    _has_rows = False
+    _reorders_in_place = False
+    _why_kept = "a recurrent state holds all tokens"
+    _why_not_joined = "a recurrent state, which has no rows (let the model read the tokens after it)"
 
     def __init__(self, checkpoint_every: int = 0, max_checkpoints: int = 4) -> None:
         self.checkpoint_every = integer("checkpoint_every", checkpoint_every, 0)
         self.max_checkpoints = integer("max_checkpoints", max_checkpoints, 1)
         super().__init__()
 
-    def describe(self) -> dict[str, Any]:
+    def _describe(self) -> dict[str, Any]:
         return {"checkpoint_every": self.checkpoint_every, "max_checkpoints": self.max_checkpoints}
 
     # Adding tokens
@@ -153,14 +153,14 @@ class StateLayer(Layer):
                 store = self.store
                 version = store.free()
         if version == store.current and states:
-            self.overwrites()
+            self._overwrites()
         for name, array in store.arrays.items():
             if name in states:
                 array[version] = states[name]
             elif version != store.current:
                 array[version] = 0 if store.current == NO_STATE else array[store.current]
         length, checkpoints = before + new, dict(store.checkpoints)
-        every = 1 if self.record_past else self.checkpoint_every
+        every = 1 if self._record_past else self.checkpoint_every
         if length in checkpoints or (every and length - max(checkpoints, default=0) >= every):
             checkpoints[length] = version
         self._commit_version(state_span(length, before), version, self._trimmed(checkpoints))
@@ -168,7 +168,7 @@ class StateLayer(Layer):
 
     def _trimmed(self, checkpoints: dict[int, int]) -> dict[int, int]:
         """Return the checkpoints that stay: all while the past is recorded, otherwise the latest."""
-        if self.record_past or len(checkpoints) <= self.max_checkpoints:
+        if self._record_past or len(checkpoints) <= self.max_checkpoints:
             return checkpoints
         return {position: checkpoints[position] for position in sorted(checkpoints)[-self.max_checkpoints :]}
 
@@ -183,7 +183,7 @@ class StateLayer(Layer):
         before = self.store
         count = 0 if before is None else len(before.checkpoints)
         room = max(count, self.max_checkpoints if self.checkpoint_every else 0)
-        room += count if self.record_past else 0  # every update makes a checkpoint: grow as by doubling
+        room += count if self._record_past else 0  # every update makes a checkpoint: grow as by doubling
         store = StateStore(forms, room + 1, self.allocate)
         if before is not None:
             store.fill(before, indices)
@@ -192,7 +192,7 @@ class StateLayer(Layer):
     def reserve(self, query_length: SupportsIndex) -> None:
         """Do nothing: a state has no room to run out of."""
 
-    check_reserve = reserve
+    _check_reserve = reserve
 
     # Sizes and positions
 
@@ -216,13 +216,13 @@ class StateLayer(Layer):
     def nbytes(self) -> int:
         return 0 if self.store is None else int(self.store.nbytes)
 
-    def stored(self) -> tuple[States, States]:
+    def _stored(self) -> tuple[States, States]:
         raise argument_error(self.name, "a layer with keys and values", "a recurrent state")
 
     def attend(  # type: ignore[override]  # raises: there is nothing to attend to
         self, query: Array, attn_mask: Array | None = None, **options: Any
     ) -> Attended:
-        return self.stored()
+        return self._stored()
 
     # Removing tokens and changing the batch
 
@@ -230,11 +230,11 @@ class StateLayer(Layer):
     @whole
     def crop(self, length: int) -> None:
         """Drop the last tokens. A checkpoint, all tokens or none must remain."""
-        left = self.length_after_crop(length)
+        left = self._length_after_crop(length)
         if self.store is not None:
             self._return_to(left)
 
-    def length_after_crop(self, length: int, call: str = "crop") -> int:
+    def _length_after_crop(self, length: int, call: str = "crop") -> int:
         return self._checked_length(requests.length_after_crop(length, self.span.length))
 
     def _checked_length(self, left: int) -> int:
@@ -251,12 +251,12 @@ class StateLayer(Layer):
         store, now = self.store, self.span.length
         current = store.current if left == now else store.checkpoints.get(left, NO_STATE)
         checkpoints = up_to(left, store.checkpoints)
-        if self.record_past:  # checkpoints that only the recording has made go
+        if self._record_past:  # checkpoints that only the recording has made go
             latest = sorted(checkpoints.items())[-self.max_checkpoints :]
             checkpoints = dict(latest) if self.checkpoint_every else {}
         self._commit_version(state_span(left), current, checkpoints)
 
-    def plan(  # type: ignore[override]  # a plan without rows
+    def _plan(  # type: ignore[override]  # a plan without rows
         self, call: str, *arguments: Any, rope: RopeLike = None, **options: Any
     ) -> StatePlan:
         now, store = self.span.length, self.store
@@ -284,7 +284,7 @@ class StateLayer(Layer):
         return StatePlan(plan.after, current, checkpoints, plan.crops)
 
     @whole
-    def rearrange(self, plan: Any) -> None:
+    def _rearrange(self, plan: Any) -> None:
         """Carry out a plan, see `Layer.rearrange`."""
         length = plan.after.length
         if self.store is None:
@@ -298,18 +298,18 @@ class StateLayer(Layer):
         if self.store is not None:
             self._change_store(self.store.geometry._replace(batch=len(indices)), indices)
 
-    activate_past_recording = Layer.set_past_recording  # keeps the state after every update as a checkpoint
+    activate_past_recording = Layer._set_past_recording  # keeps the state after every update as a checkpoint
 
     # Files
 
-    def arrays(self) -> dict[str, Array]:
+    def _arrays(self) -> dict[str, Array]:
         if not self.states:
             return {}
         versions = [self.store.checkpoints[position] for position in self.checkpoints] + [self.store.current]
         states = {f"states.{name}": array[versions] for name, array in self.store.arrays.items()}
         return {"checkpoints": np.array(self.checkpoints, np.int64)} | states
 
-    def fill(self, arrays: Mapping[str, Array], length: int) -> None:
+    def _fill(self, arrays: Mapping[str, Array], length: int) -> None:
         if not arrays:  # all tokens were removed, and the position of the next one was moved
             self.span = state_span(length)
             return
@@ -334,7 +334,7 @@ class StateLayer(Layer):
         if self.store is not None:
             self._change_store(self.store.geometry)
 
-    def large_arrays(self) -> Iterable[Array]:
+    def _large_arrays(self) -> Iterable[Array]:
         return () if self.store is None else self.store.arrays.values()
 
 

@@ -180,11 +180,11 @@ class PagedCache(BaseCache):
         self.layers = [self.others[i] if i in self.others else next(paged) for i in range(num_layers)]
         for i, layer in self.others.items():
             layer.name = f"layers[{i}]"
-            layer.connect(self.layers, i)
+            layer._connect(self.layers, i)
         self.rope = rope
         self._ropes(rope)
         if isinstance(self.allocate, allocation.InFiles):
-            self.use_files(self.allocate, only_non_sliding=True, keep=False)
+            self._use_files(self.allocate, only_non_sliding=True, keep=False)
 
     @one_call_at_a_time
     def begin_step(self, sequences: Iterable[tuple[Sequence, int]]) -> PagedStep:
@@ -212,15 +212,15 @@ class PagedCache(BaseCache):
             return PagedStep(self.store, step)
         except BaseException:
             if not is_open:
-                self.abandon_open_step()
+                self._abandon_open_step()
             raise
 
-    def abandon_open_step(self) -> None:
+    def _abandon_open_step(self) -> None:
         """Abandon the open step, if there is one, which a failed call has begun."""
-        if self.blocks.open_step is not None and not self.guard.interrupted:
-            self.blocks.abandon(self.blocks.open_step)
+        if self.blocks.open_step is not None and not self._guard.interrupted:
+            self.blocks._abandon(self.blocks.open_step)
 
-    def ended_step(self, sequences: Iterable[Sequence]) -> PagedStep:
+    def _ended_step(self, sequences: Iterable[Sequence]) -> PagedStep:
         """Return a step without new tokens, to read what sequences have."""
         is_open = self.blocks.open_step is not None
         try:
@@ -228,7 +228,7 @@ class PagedCache(BaseCache):
                 return step
         except BaseException:
             if not is_open:
-                self.abandon_open_step()
+                self._abandon_open_step()
             raise
 
     # Removing and moving tokens of one sequence, in all layers
@@ -280,12 +280,12 @@ class PagedCache(BaseCache):
         >>> first.blocks, second.blocks, second.positions
         ([0, 2], [0, 1], array([0, 1, 2, 3, 4, 5, 6, 7]))
         """
-        self.rearrange(self.plan("remove", seq, begin, end, close=close, rope=rope))
+        self._rearrange(self._plan("remove", seq, begin, end, close=close, rope=rope))
 
     @one_call_at_a_time
     def retain(self, seq: Sequence, positions: ArrayLike) -> None:  # type: ignore[override]
         """Keep only the tokens of a sequence at some positions, see `Cache.retain`."""
-        self.rearrange(self.plan("retain", seq, positions))
+        self._rearrange(self._plan("retain", seq, positions))
 
     @one_call_at_a_time
     def shift(  # type: ignore[override]
@@ -301,7 +301,7 @@ class PagedCache(BaseCache):
         Other sequences do not change. If the range begins or ends inside a block, the tokens from there to
         the end of the block are copied.
         """
-        self.rearrange(self.plan("shift", seq, begin, end, delta, rope=rope))
+        self._rearrange(self._plan("shift", seq, begin, end, delta, rope=rope))
 
     @one_call_at_a_time
     def divide(  # type: ignore[override]
@@ -313,12 +313,12 @@ class PagedCache(BaseCache):
         rope: Any = None,
     ) -> None:
         """Divide the positions of a sequence in [begin, end) by `d`, rounding down, see `Cache.divide`."""
-        self.rearrange(self.plan("divide", seq, begin, end, d, rope=rope))
+        self._rearrange(self._plan("divide", seq, begin, end, d, rope=rope))
 
     @one_call_at_a_time
     def flatten(self, seq: Sequence, rope: Any = None) -> None:  # type: ignore[override]
         """Rotate a sequence's shifted keys in memory, in unshared blocks. A cache of codes refuses this."""
-        self.rearrange(self.plan("flatten", seq, rope=rope))
+        self._rearrange(self._plan("flatten", seq, rope=rope))
 
     @one_call_at_a_time
     def append(
@@ -360,7 +360,7 @@ class PagedCache(BaseCache):
         plan, row = self._plan_join(seq, other, at, rope)
         self._join(plan, other, row)
 
-    def check_append(
+    def _check_append(
         self, seq: Sequence, other: Sequence, at: SupportsIndex | None = None, rope: Any = None
     ) -> None:
         """Raise the error that `append` would raise."""
@@ -369,16 +369,16 @@ class PagedCache(BaseCache):
     def _plan_join(self, seq: Any, other: Any, at: Any, rope: Any) -> tuple[SequencePlan, int]:
         """Check an `append`; return (the plan, the row before which the other tokens go)."""
         for each in (seq, other):
-            self.blocks.check_movable(each)
+            self.blocks._check_movable(each)
             if each in self.rows.sequences:
                 raise argument_error("seq", "sequences from `blocks`", "a row of the batch")
-        if common := sorted(set(seq.table) & set(other.table)):
+        if common := sorted(set(seq._table) & set(other._table)):
             wanted = "sequences without a common block (blocks.fork(other, begin) leaves it out)"
             raise argument_error("other", wanted, f"block {common[0]} in both")
-        now, theirs = seq.all_positions(), other.all_positions()
-        known, dim = seq.ropes or self.ropes, self.store.dim
+        now, theirs = seq._all_positions(), other._all_positions()
+        known, dim = seq._ropes or self._ropes(self.rope), self.store.dim
         ropes = [rotation_of(*pair, dim, now.shifted) for pair in zip(self._ropes(rope), known, strict=True)]
-        ropes = [*map(common_rotation, ropes, other.ropes or [None] * len(ropes))]
+        ropes = [*map(common_rotation, ropes, other._ropes or [None] * len(ropes))]
         rotation = next((rope for rope in ropes if isinstance(rope, Rope)), ropes[0])
         row, moved = join_positions(now, theirs, at, rotation)
         if self.store.format.dtype != self.store.cache.dtype:
@@ -390,33 +390,33 @@ class PagedCache(BaseCache):
     def _join(self, plan: SequencePlan, other: Sequence, row: int) -> None:
         """Carry out a plan of `_plan_join`."""
         (seq,), moves, ropes = plan
-        self.blocks.join(seq, other, row, moves, ropes)
+        self.blocks._join(seq, other, row, moves, ropes)
         self._rotate_rows(plan)
 
-    def plan(self, call: str, *arguments: Any, **options: Any) -> SequencePlan:  # type: ignore[override]
+    def _plan(self, call: str, *arguments: Any, **options: Any) -> SequencePlan:  # type: ignore[override]
         seq, *others = arguments or (None,)
-        self.blocks.check(seq)
+        self.blocks._check(seq)
         if seq in self.rows.sequences:
             wanted = "a sequence from `blocks`; calls of `rows` change all rows"
             raise argument_error("seq", wanted, "a row of the batch")
-        return self.plan_for([seq], call, *others, **options)
+        return self._plan_for([seq], call, *others, **options)
 
     @property
-    def states(self) -> list[Any]:
+    def _states(self) -> list[Any]:
         """Return the layers with recurrent states."""
-        return [layer for layer in self.others.values() if not layer.has_rows]
+        return [layer for layer in self.others.values() if not layer._has_rows]
 
-    def plan_for(
+    def _plan_for(
         self, sequences: List[Sequence], call: str, *arguments: Any, rope: Any = None, **options: Any
     ) -> SequencePlan:
         """Check a call that removes or moves tokens of sequences with equal positions; return its plan."""
-        if self.states and sequences is self.rows.sequences:
+        if self._states and sequences is self.rows.sequences:
             raise argument_error("rows", "crop, in a cache with recurrent states", call)
         for seq in sequences:
-            self.blocks.check_movable(seq)
-        now, known = RowPositions.contiguous(0, 0), self.ropes
+            self.blocks._check_movable(seq)
+        now, known = RowPositions.contiguous(0, 0), self._ropes(self.rope)
         if sequences:
-            now, known = sequences[0].all_positions(), sequences[0].ropes or known
+            now, known = sequences[0]._all_positions(), sequences[0]._ropes or known
         of_layers = zip(self._ropes(rope), known, strict=True)
         ropes = [rotation_of(argument, own, self.store.dim, now.shifted) for argument, own in of_layers]
         # A plan only depends on whether keys are rotated: one layer's rotation stands for all.
@@ -491,10 +491,10 @@ class PagedCache(BaseCache):
             renumber=renumber, rope=rope, attn_mask=attn_mask,
         )  # fmt: skip
         sequences, plan = self._planned_of(seq, rope)
-        rearrange = self.rows.rearrange if seq is self.rows else self.rearrange
+        rearrange = self.rows._rearrange if seq is self.rows else self._rearrange
         return compression.compress_sequences(self, sequences, plan, rearrange, request)
 
-    def check_compress(self, seq: Sequence | Batch, *arguments: Any, **options: Any) -> None:
+    def _check_compress(self, seq: Sequence | Batch, *arguments: Any, **options: Any) -> None:
         """Raise the error that `compress` would raise."""
         named = inspect.signature(type(self).compress).bind(self, seq, *arguments, **options)
         named.apply_defaults()
@@ -516,12 +516,12 @@ class PagedCache(BaseCache):
         if not isinstance(seq, Batch):
 
             def plan(call: str, *arguments: Any, **options: Any) -> SequencePlan:
-                return self.plan(call, seq, *arguments, rope=rope, **options)
+                return self._plan(call, seq, *arguments, rope=rope, **options)
 
             return [seq], plan
         if seq is not self.rows:
             raise argument_error("seq", "a sequence from `blocks`, or `rows`", "another cache's rows")
-        return self.rows.sequences, functools.partial(self.rows.plan, rope=rope)
+        return self.rows.sequences, functools.partial(self.rows._plan, rope=rope)
 
     @property
     def nbytes(self) -> int:
@@ -536,13 +536,13 @@ class PagedCache(BaseCache):
         self.store.copy_rows(sources, targets)
 
     @property
-    def guard(self) -> Guard:
+    def _guard(self) -> Guard:
         """Return what says whether all changes of the blocks have ended."""
-        return self.blocks.guard
+        return self.blocks._guard
 
     @whole_or_refused
-    def rearrange(self, plan: SequencePlan) -> None:  # type: ignore[override]
-        self.blocks.rearrange(*plan)
+    def _rearrange(self, plan: SequencePlan) -> None:  # type: ignore[override]
+        self.blocks._rearrange(*plan)
         self._rotate_rows(plan)
 
     def _rotate_rows(self, plan: SequencePlan) -> None:
@@ -551,13 +551,8 @@ class PagedCache(BaseCache):
         if moves.rotated is not None:
             rotated = moves.rotated != 0
             for seq in sequences:
-                rows = seq.rows(self.store.page_size)[rotated]
+                rows = seq._rows(self.store.page_size)[rotated]
                 self.store.rotate(rows, moves.rotated[rotated], ropes)
-
-    @property
-    def ropes(self) -> list[Any]:
-        """Return how keys are rotated in each layer; None where it is unknown."""
-        return self._ropes(self.rope)
 
     def _ropes(self, rope: Any) -> list[Any]:
         ropes = self._of_paged_layers("rope", super()._ropes(rope))
@@ -590,38 +585,38 @@ class PagedCache(BaseCache):
     @whole_or_refused
     def crop(self, length: int) -> None:
         """Keep the first ``length`` tokens of every row; below 0, drop that many; 0 drops none."""
-        self.check_crop(length)  # raises before anything has changed
+        self._check_crop(length)  # raises before anything has changed
         self.rows.crop(length)
-        for layer in self.states:
+        for layer in self._states:
             layer.crop(length)
 
     # What these calls would refuse, see `can`
 
-    def check_crop(self, length: int) -> None:
+    def _check_crop(self, length: int) -> None:
         """Raise the error that `crop` would raise."""
-        for layer in self.states:
-            layer.length_after_crop(length)
-        self.rows.check_crop(length)
+        for layer in self._states:
+            layer._length_after_crop(length)
+        self.rows._check_crop(length)
 
-    def check_reorder(self, indices: ArrayLike) -> None:
+    def _check_reorder(self, indices: ArrayLike) -> None:
         """Raise the error that `reorder` would raise."""
-        self.rows.check_reorder(indices)
-        for layer in self.states:
-            layer.check_reorder(indices)
+        self.rows._check_reorder(indices)
+        for layer in self._states:
+            layer._check_reorder(indices)
 
-    def check_repeat(self, repeats: int) -> None:
+    def _check_repeat(self, repeats: int) -> None:
         """Raise the error that `repeat` would raise."""
         integer("repeats", repeats, 1)
 
-    def check_reset(self) -> None:
+    def _check_reset(self) -> None:
         """Raise the error that `reset` would raise: none."""
 
     @whole_or_refused
     def _select(self, indices: ArrayLike) -> None:  # moves no keys or values
-        self.check_reorder(indices)
-        self.rows.select(indices)
-        for layer in self.states:
-            layer.select(indices)
+        self._check_reorder(indices)
+        self.rows.reorder(indices)
+        for layer in self._states:
+            layer.reorder(indices)
 
     def _repeat(self, repeats: int) -> None:
         if self.rows.sequences:
@@ -632,19 +627,19 @@ class PagedCache(BaseCache):
     def reset(self) -> None:
         """Free the sequences of all rows."""
         self.rows.reset()
-        for layer in self.states:
+        for layer in self._states:
             layer.reset()
 
     @one_call_at_a_time
     def to_legacy_cache(self) -> tuple[Pair, ...]:
         """Return a tuple over layers of (keys, values), copies."""
-        if self.states or self.layers[0].row_positions is not None:
+        if self._states or self.layers[0]._row_positions is not None:
             raise argument_error("cache", "a layer that stores all its tokens", "one that lost or moved some")
         return tuple((layer.keys, layer.values) for layer in self.layers)
 
     # Files
 
-    def describe(self) -> dict[str, Any]:
+    def _describe(self) -> dict[str, Any]:
         """Return the arguments of the constructor for a file: hexadecimal ``salt``, a rope for each layer."""
         store = self.store
         sizes = {"num_blocks": self.blocks.num_blocks, "page_size": store.page_size}
@@ -659,7 +654,7 @@ class PagedCache(BaseCache):
         if store.arguments.quant_format and store.scale is not None:
             formats["scale"] = "found" if store.computes_scales else store.scale.tolist()
         known = self.rope is not None
-        ropes = {"rope": [describe_rotation(rope) for rope in self.ropes]} if known else {}
+        ropes = {"rope": [describe_rotation(rope) for rope in self._ropes(self.rope)]} if known else {}
         return sizes | formats | ropes | {name: getattr(store.arguments, name) for name in names}
 
     @one_call_at_a_time
@@ -675,7 +670,7 @@ class PagedCache(BaseCache):
         sequences : iterable of Sequence
             Sequences that are in no open step.
         """
-        self.guard.check()
+        self._guard.check()
         if self.others:
             wanted = "layers that all have blocks (or a cache of another kind)"
             raise argument_error("cache", wanted, describe(next(iter(self.others.values()))))
@@ -685,18 +680,18 @@ class PagedCache(BaseCache):
         if self.blocks.open_step is not None:
             raise argument_error("cache", "a cache without an open step", "an open step")
         for layer in self.others.values():
-            layer.lie_in(allocate)
+            layer._lie_in(allocate)
         if allocate is self.allocate:
             return
         store = copy.copy(self.store)  # steps of the user go on reading the old arrays
         store.lie_in(allocate)
         # In one line, between whose parts no interrupt comes.
         self.store, self.cache, self.scale, self.allocate = store, store.cache, store.scale, allocate
-        self.rows.forget_step()
+        self.rows._forget_step()
 
     def _forget_rows(self) -> None:
         self.rows.sequences = []
-        self.rows.forget_step()
+        self.rows._forget_step()
         super()._forget_rows()
         # A step of the user can still read the arrays, which live as long as it does.
         self.store = self.cache = self.scale = None  # type: ignore[assignment]  # of no use now
@@ -711,7 +706,7 @@ class PagedCache(BaseCache):
         path = reading.saved_path(directory)
         make = functools.partial(PagedCache, offload=directory)
         cache = reading.read_paged(path, reading.read_file(path), make)
-        cache.use_files(cache.allocate, only_non_sliding=True, keep=keep)  # type: ignore[arg-type]  # in files
+        cache._use_files(cache.allocate, only_non_sliding=True, keep=keep)  # type: ignore[arg-type]  # in files
         return cache
 
 
@@ -726,7 +721,7 @@ def checked_others(
         if not numbered or not isinstance(layer, (StateLayer, SharedLayer)):
             wanted = f"a StateLayer or SharedLayer by a number below {count}"
             raise argument_error("others", wanted, f"{describe(layer)}, {number}")
-        if layer.source is not None:
+        if layer._source is not None:
             raise argument_error("others", "a new SharedLayer", "one of another cache")
     if len(others) == count:
         raise argument_error("others", "fewer layers than num_layers", count)

@@ -33,7 +33,7 @@ class PagedLatentLayer(PagedLayer):
 
     def __init__(self, rows: Batch, layer_idx: int, lock: LayerLock) -> None:
         super().__init__(rows, layer_idx, lock)
-        self.latent_dim, self.rope_dim = self.store.latent_dim, self.store.rope_dim
+        self.latent_dim, self.rope_dim = self._store.latent_dim, self._store.rope_dim
 
     @property
     def value_cache(self) -> Array:

@@ -38,34 +38,34 @@ class Batch(MovableTokens):
         self.step: Any = None  # the last `PagedStep`, while its index tensors are valid
         self.changes = 0
 
-    def append(self, batch: int, tokens: int, layer_idx: int) -> Any:
+    def _append(self, batch: int, tokens: int, layer_idx: int) -> Any:
         """Return the step in which a layer gets `tokens`: the open step of earlier layers, or a new one."""
         step = self.step
         if step is not None and step.index.is_open:
             if tokens != step.index.max_seqlen:
                 wanted = f"{step.index.max_seqlen} tokens, as in other layers"
                 raise argument_error("key_states", wanted, tokens)
-            step.to_write(layer_idx)  # raises if the layer has these tokens
+            step._to_write(layer_idx)  # raises if the layer has these tokens
             return step
         sequences = self.sequences or [self._cache.blocks.add() for _ in range(batch)]
         self.step = self._cache.begin_step([(seq, tokens) for seq in sequences])
         self.sequences = sequences
         return self.step
 
-    def abandon_step(self) -> None:
+    def _abandon_step(self) -> None:
         """Abandon a step that some layers have not written, because the rows will change."""
         if self.step is not None and self.step.index.is_open:
             self.step.abandon()
-        self.forget_step()
+        self._forget_step()
 
-    def forget_step(self) -> None:
+    def _forget_step(self) -> None:
         """Forget the last step, because the rows have changed or moved."""
         self.step, self.changes = None, self.changes + 1
 
-    def tables(self) -> Any:
+    def _tables(self) -> Any:
         """Return a step with the page tables of the rows: the last one, or one without new tokens."""
         if self.step is None:
-            self.step = self._cache.ended_step(self.sequences)
+            self.step = self._cache._ended_step(self.sequences)
         return self.step
 
     @whole_or_refused
@@ -73,71 +73,71 @@ class Batch(MovableTokens):
         self._cache.begin_step([(seq, tokens) for seq in self.sequences]).abandon()
         self.step = None
 
-    def check_crop(self, length: int) -> None:
+    def _check_crop(self, length: int) -> None:
         """Raise the error that `crop` would raise."""
         integer("length", length, -self.sequences[0].next_position if self.sequences else 0)
 
-    def check_reorder(self, indices: ArrayLike) -> None:
+    def _check_reorder(self, indices: ArrayLike) -> None:
         """Raise the error that `reorder` would raise."""
         requests.check_rows(indices, len(self.sequences))
 
-    def check_reset(self) -> None:
+    def _check_reset(self) -> None:
         """Raise the error that `reset` would raise: none."""
 
-    def check_compress(self, *arguments: Any, **options: Any) -> None:
+    def _check_compress(self, *arguments: Any, **options: Any) -> None:
         """Raise the error that `compress` would raise."""
-        self._cache.check_compress(self, *arguments, **options)
+        self._cache._check_compress(self, *arguments, **options)
 
     @whole_or_refused
     def crop(self, length: int) -> None:
-        self.check_crop(length)
-        self.abandon_step()
+        self._check_crop(length)
+        self._abandon_step()
         for seq in self.sequences:
             self._cache.blocks.crop(seq, length)
 
     @whole_or_refused
-    def select(self, indices: ArrayLike) -> None:
+    def reorder(self, indices: ArrayLike) -> None:
         rows = requests.check_rows(indices, len(self.sequences))
         if self.sequences:
-            self.abandon_step()
+            self._abandon_step()
             selected = [self._cache.blocks.fork(self.sequences[i]) for i in rows.tolist()]
             self.reset()
             self.sequences = selected
 
     @whole_or_refused
     def reset(self) -> None:
-        self.abandon_step()
+        self._abandon_step()
         for seq in self.sequences:
             self._cache.blocks.free(seq)
         self.sequences = []
 
-    def plan(self, call: str, *arguments: Any, **options: Any) -> Any:
-        return self._cache.plan_for(self.sequences, call, *arguments, **options)
+    def _plan(self, call: str, *arguments: Any, **options: Any) -> Any:
+        return self._cache._plan_for(self.sequences, call, *arguments, **options)
 
     @whole_or_refused
-    def rearrange(self, plan: Any) -> None:
-        self._cache.rearrange(plan)
-        self.forget_step()
+    def _rearrange(self, plan: Any) -> None:
+        self._cache._rearrange(plan)
+        self._forget_step()
 
     @property
-    def store(self) -> Any:
+    def _store(self) -> Any:
         """Return the arrays of the cache."""
         return self._cache.store
 
     @property
-    def guard(self) -> Guard:
+    def _guard(self) -> Guard:
         """Return what says whether all changes of the blocks have ended."""
-        return self._cache.blocks.guard
+        return self._cache.blocks._guard
 
     @property
-    def has_open_step(self) -> bool:
+    def _has_open_step(self) -> bool:
         """Return whether a step is open, of these rows or of other sequences."""
         return self._cache.blocks.open_step is not None
 
-    def abandon_open_step(self) -> None:
+    def _abandon_open_step(self) -> None:
         """Abandon the open step, which a failed update has begun."""
-        self._cache.abandon_open_step()
-        self.forget_step()
+        self._cache._abandon_open_step()
+        self._forget_step()
 
     @property
     def layers(self) -> Any:
@@ -177,43 +177,43 @@ class PagedLayer(BaseLayer):
     ((3, 2, 5, 16), (3, 2, 1, 16), (8, 4, 2, 16))
     """
 
-    takes_window = True  # a window hides tokens, but they stay stored
+    _takes_window = True  # a window hides tokens, but they stay stored
 
     def __init__(self, rows: Batch, layer_idx: int, lock: LayerLock) -> None:
         self.rows, self._layer_idx, self._lock = rows, layer_idx, lock
         self._updates = 0
 
     @property
-    def store(self) -> Any:
+    def _store(self) -> Any:
         """Return the arrays of all layers; None in a closed cache."""
-        return self.rows.store
+        return self.rows._store
 
     @property
     def key_cache(self) -> Array:
         """Return the keys of all blocks."""
-        return self.store.blocks[0][self._layer_idx][0]
+        return self._store.blocks[0][self._layer_idx][0]
 
     @property
     def value_cache(self) -> Array:
         """Return the values of all blocks."""
-        return self.store.blocks[0][self._layer_idx][-1]
+        return self._store.blocks[0][self._layer_idx][-1]
 
-    def large_arrays(self) -> list[Array]:
+    def _large_arrays(self) -> list[Array]:
         """Return the arrays of rows, and of their scales, which may lie in files."""
-        return [blocks[self._layer_idx] for blocks in self.store.blocks]
+        return [blocks[self._layer_idx] for blocks in self._store.blocks]
 
-    def share_lock(self, lock: LayerLock) -> None:
+    def _share_lock(self, lock: LayerLock) -> None:
         """Take the lock of a closed cache, which a layer in blocks has anyway."""
         self._lock = lock
 
-    def forget_rows(self) -> None:
+    def _forget_rows(self) -> None:
         """Do nothing: the cache, which closes, drops the arrays of all layers."""
 
     @one_call_at_a_time
     def update(
         self, key_states: Array, value_states: Array, cache_position: ArrayLike | None = None
     ) -> tuple[States, States]:
-        store, rows = self.store, self.rows
+        store, rows = self._store, self.rows
         geometry, tokens = check_geometry(key_states, value_states, None), key_states.shape[2]
         batch = len(rows.sequences) or geometry.batch
         dims = store.value_dim, store.rope_dim or store.dim
@@ -224,16 +224,16 @@ class PagedLayer(BaseLayer):
             requests.check_positions(cache_position, tokens, self.get_seq_length())
         store.check_apart(self._layer_idx, {"key_states": key_states, "value_states": value_states})
         key, value = (one_piece(states).swapaxes(1, 2) for states in store.rows_of(key_states, value_states))
-        begins = not rows.has_open_step
+        begins = not rows._has_open_step
         try:
-            step = rows.append(batch, tokens, self._layer_idx)
-            step.append(key, value, self._layer_idx)
+            step = rows._append(batch, tokens, self._layer_idx)
+            step._append(key, value, self._layer_idx)
             self._updates += 1
             if len(step.written) == store.num_layers:
                 step.commit()
         except BaseException:
             if begins:
-                rows.abandon_open_step()
+                rows._abandon_open_step()
             raise
         return views_of(self, store.format.dtype, (store.dim, store.value_dim))
 
@@ -251,16 +251,16 @@ class PagedLayer(BaseLayer):
         return_lse: bool = False,
         return_key_weights: bool = False,
     ) -> Attended:
-        store, step = self.store, self.rows.step
-        self.rows.guard.check()
+        store, step = self._store, self.rows.step
+        self.rows._guard.check()
         if not self.rows.sequences:
             raise argument_error("layer", "stored tokens (call update before attend)", "none")
         options = is_causal, window, softmax_scale, softcap, sinks, return_lse, return_key_weights
         form = form_of((query,), (self.get_seq_length(), attn_mask, *options))
-        prepared = step and step.calls.find(form)
+        prepared = step and step._calls.find(form)
         if prepared:
             query = one_piece(query.swapaxes(1, 2))
-            return heads_first(step.attend_again(prepared, query, self._layer_idx))
+            return heads_first(step._attend_again(prepared, query, self._layer_idx))
         batch, heads, tokens = self._check_query(query, is_causal)
         length = self.stored_tokens
         mask = None if attn_mask is None else self._checked_mask(attn_mask, (batch, heads, tokens))
@@ -273,7 +273,7 @@ class PagedLayer(BaseLayer):
         shape = *query.shape[:-1], store.value_dim
         results = attention.attention_results(shape, store.format, return_lse, []).arrays(None)
         out, lse, *_ = (*results, None)  # results have no lse unless it is requested
-        step, first_query = self.rows.tables(), length - tokens
+        step, first_query = self.rows._tables(), length - tokens
         # All rows of the batch have the same positions, so the first sequence is enough.
         check_window(self.rows.sequences[:1], [first_query], (weights.left, weights.right), is_alibi=False)
         key_weights = None
@@ -284,20 +284,20 @@ class PagedLayer(BaseLayer):
             form = None  # such a call is not prepared
             key_weights = np.empty((batch, heads, length), np.float32)
         if not step.index.in_order:
-            results = step.attend_rows(query, self._layer_idx, mask, weights, length)
+            results = step._attend_rows(query, self._layer_idx, mask, weights, length)
             return heads_first(fill_results(out, lse, slice(None), results))
         launch = cpu.attention.prepare.prepare_attention(
-            query, out, lse, store.contexts[self._layer_idx], step.equal_index(tokens, length),
+            query, out, lse, store.contexts[self._layer_idx], step._equal_index(tokens, length),
             batch if tokens == 1 else 0, weights, key_weights=key_weights,
         )  # fmt: skip
-        attended = heads_first(step.start(form, launch, query, out, lse, self._layer_idx))
+        attended = heads_first(step._start(form, launch, query, out, lse, self._layer_idx))
         if key_weights is None:
             return attended
         return (attended, key_weights) if lse is None else (*attended, key_weights)
 
     def _check_query(self, query: Array, is_causal: bool) -> tuple[int, int, int]:
         """Check queries; return (B, Hq, q)."""
-        store, (batch, _, length, _) = self.store, self.shape
+        store, (batch, _, length, _) = self._store, self._shape
         checked_format("query", query, (store.format,), 4)
         _, heads, tokens, _ = query.shape
         if query.shape != (batch, heads, tokens, store.dim) or not heads or heads % store.heads:
@@ -309,9 +309,9 @@ class PagedLayer(BaseLayer):
 
     def _checked_mask(self, mask: Array, sizes: tuple[int, int, int]) -> Array:
         """Check a mask for queries of `sizes` (B, Hq, q); return it with 4 axes."""
-        masks.check_mask_type(self.store.format, mask, "attn_mask")
+        masks.check_mask_type(self._store.format, mask, "attn_mask")
         if mask.ndim == 2 and mask.dtype == np.bool_:
-            mask = mask if self.row_positions is None else mask_of_stored(self, mask, sizes[0])
+            mask = mask if self._row_positions is None else mask_of_stored(self, mask, sizes[0])
             mask = mask[:, None, None]
         check_mask_axes(mask, sizes, self.get_seq_length(), (self.stored_tokens,))
         return mask
@@ -321,7 +321,7 @@ class PagedLayer(BaseLayer):
         """Return how many tokens of the open step the layer has: all if it is written, or none."""
         step = self.rows.step
         written = step is not None and self._layer_idx in step.written
-        return self.rows.sequences[0].pending if written else 0
+        return self.rows.sequences[0]._pending if written else 0
 
     def get_seq_length(self) -> int:
         return self.rows.sequences[0].next_position + self._ahead if self.rows.sequences else 0
@@ -331,9 +331,9 @@ class PagedLayer(BaseLayer):
         return stored + new, self.get_seq_length() - stored
 
     @property
-    def row_positions(self) -> RowPositions | None:  # type: ignore[override]  # those of the sequences
+    def _row_positions(self) -> RowPositions | None:  # type: ignore[override]  # those of the sequences
         """Return the positions once tokens were removed or moved; None before."""
-        return self.rows.sequences[0].row_positions if self.rows.sequences else None
+        return self.rows.sequences[0]._row_positions if self.rows.sequences else None
 
     @property
     def stored_tokens(self) -> int:
@@ -341,12 +341,12 @@ class PagedLayer(BaseLayer):
 
     @property
     def positions(self) -> Array:
-        rows = self.row_positions or RowPositions.contiguous(0, 0)
+        rows = self._row_positions or RowPositions.contiguous(0, 0)
         return rows.between(0, self.stored_tokens).positions
 
     @property
     def rope_shifts(self) -> Array:
-        return pieces_array(self.rows.sequences[0].pieces(self.stored_tokens) if self.rows.sequences else [])
+        return pieces_array(self.rows.sequences[0]._pieces(self.stored_tokens) if self.rows.sequences else [])
 
     @property
     def batch_size(self) -> int:
@@ -355,37 +355,37 @@ class PagedLayer(BaseLayer):
     @property
     def nbytes(self) -> int:
         """Return the size of the stored tokens in bytes; shared blocks count once."""
-        length, size = self.stored_tokens, self.store.page_size
+        length, size = self.stored_tokens, self._store.page_size
         tokens_of = {
             block: min(end - begin - i * size, size)
             for seq in self.rows.sequences
-            for begin, end, page, _ in seq.segments(size, length)
-            for i, block in enumerate(seq.table[page : page + -(-(end - begin) // size)])
+            for begin, end, page, _ in seq._segments(size, length)
+            for i, block in enumerate(seq._table[page : page + -(-(end - begin) // size)])
         }  # {block: its tokens}
-        block_bytes = sum(array[self._layer_idx, :, 0].nbytes for array in self.store.blocks)
+        block_bytes = sum(array[self._layer_idx, :, 0].nbytes for array in self._store.blocks)
         return sum(tokens_of.values()) * block_bytes // size
 
-    def plan(self, call: str, *arguments: Any, **options: Any) -> Any:
+    def _plan(self, call: str, *arguments: Any, **options: Any) -> Any:
         wanted = f"{call} in all layers: PagedCache.rows.{call}, or PagedCache.{call}(seq, ...)"
         raise argument_error(type(self).__name__, wanted, f"{call} of a layer in blocks")
 
-    def rearrange(self, plan: Any) -> None:
+    def _rearrange(self, plan: Any) -> None:
         """Do nothing: the cache carries out plans for all layers together."""
 
     # Attributes that a `KVView` reads
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
+    def _shape(self) -> tuple[int, int, int, int]:
         """Return the shape of keys and values."""
-        return len(self.rows.sequences), self.store.heads, self.stored_tokens, self.store.dim
+        return len(self.rows.sequences), self._store.heads, self.stored_tokens, self._store.dim
 
     @property
-    def changes(self) -> int:
+    def _changes(self) -> int:
         """Return how often keys and values have changed."""
         return self.rows.changes + self._updates
 
     @one_call_at_a_time
-    def stored(self) -> tuple[States, States]:
-        self.rows.guard.check()
-        step = self.rows.tables()
-        return step.gather_rows(self._layer_idx, self.shape[2])
+    def _stored(self) -> tuple[States, States]:
+        self.rows._guard.check()
+        step = self.rows._tables()
+        return step._gather_rows(self._layer_idx, self._shape[2])

@@ -125,9 +125,9 @@ class RaggedLayer(Layer):
     (array([[3, 4]]), (1, 4, 1, 4))
     """
 
-    attributes = Layer.attributes.extended("geometry", "pool", "blocks", "sequences", "changes")
+    _attributes = Layer._attributes.extended("geometry", "pool", "blocks", "sequences", "_changes")
 
-    why_not_joined = "heads that keep different tokens"
+    _why_not_joined = "heads that keep different tokens"
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,13 +140,13 @@ class RaggedLayer(Layer):
         self.sequences: list[Any] = []
         self._step: Any = None  # the last step, while its index tensors are valid
         self._calls: PreparedCalls[PreparedCall] = PreparedCalls(1)  # cleared with each new pool
-        self.changes = 0
-        self.row_positions = RowPositions.contiguous(0, 0)  # not used: each sequence has its own
+        self._changes = 0
+        self._row_positions = RowPositions.contiguous(0, 0)  # not used: each sequence has its own
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_step": None}  # a copy has other addresses
 
-    def fill_heads(self, geometry: Geometry, states: Sequence[HeadStates], length: int) -> None:
+    def _fill_heads(self, geometry: Geometry, states: Sequence[HeadStates], length: int) -> None:
         """Store the tokens of every head in an empty layer; `length` is the position of the next token."""
         if (dim := geometry.key_dim) != geometry.value_dim:
             wanted = f"heads of {dim} elements, as keys have, because heads keep different tokens"
@@ -157,14 +157,14 @@ class RaggedLayer(Layer):
         self.sequences = [self.blocks.add() for _ in counts]
         with self.blocks.begin_step(zip(self.sequences, counts, strict=True)) as step:
             for side in (0, 1):  # keys, values
-                self.pool_side(side)[step.slot_mapping] = np.concatenate([head[side] for head in states])
+                self._pool_side(side)[step.slot_mapping] = np.concatenate([head[side] for head in states])
         for seq, own in zip(self.sequences, states, strict=True):
             rows = RowPositions(own.positions, np.zeros_like(own.positions), length)
             if not rows.is_plain():  # the first position that is not its index is behind a hole
                 hole = np.flatnonzero(np.append(own.positions, -1) != np.arange(len(own.positions) + 1))[0]
-                seq.set_moves(Moves(rows, borders=[], intact=int(hole), ropes=None))
+                seq._set_moves(Moves(rows, borders=[], intact=int(hole), ropes=None))
 
-    def pool_side(self, side: int) -> Array:
+    def _pool_side(self, side: int) -> Array:
         """Return the keys (0) or the values (1) of all pages, a view [rows, D]."""
         pages = self.pool.blocks[0][0, side]  # [page, row, head, D]
         return pages.reshape(-1, pages.shape[-1])
@@ -182,7 +182,7 @@ class RaggedLayer(Layer):
     def _resize(self, pages: int) -> None:
         """Move the pages in use to a new pool of `pages` pages."""
         old_pool, old_sequences = self.pool, self.sequences
-        used = np.unique(np.concatenate([np.array(seq.table, np.int64) for seq in old_sequences]))
+        used = np.unique(np.concatenate([np.array(seq._table, np.int64) for seq in old_sequences]))
         assert self.geometry is not None
         self._make_pool(self.geometry, max(pages, len(used)))
         for new, old in zip(self.pool.blocks, old_pool.blocks, strict=True):
@@ -190,14 +190,14 @@ class RaggedLayer(Layer):
         saved = [
             SavedSequence(
                 seq.length,
-                seq.chain[0],
-                np.searchsorted(used, seq.table),
+                seq._chain[0],
+                np.searchsorted(used, seq._table),
                 token_ids=(),
-                moves=seq.moves(),
+                moves=seq._moves(),
             )
             for seq in old_sequences
         ]
-        self.sequences = self.blocks.restore(saved, published=(), blocks=set(range(len(used))))
+        self.sequences = self.blocks._restore(saved, published=(), blocks=set(range(len(used))))
 
     # Adding tokens
 
@@ -211,21 +211,21 @@ class RaggedLayer(Layer):
         if self.geometry is None:
             no_rows = np.empty((0, geometry.key_dim), geometry.fmt.dtype)
             no_tokens = HeadStates(no_rows, no_rows, np.empty(0, np.int64))
-            self.fill_heads(geometry, [no_tokens] * (geometry.batch * geometry.heads), 0)
+            self._fill_heads(geometry, [no_tokens] * (geometry.batch * geometry.heads), 0)
         with self._begin(new) as step:
             for side, states in enumerate((key_states, value_states)):
                 packed = np.ascontiguousarray(states).reshape(-1, geometry.key_dim)
-                self.pool_side(side)[step.slot_mapping] = packed
-        self._step, self.changes = step, self.changes + 1
-        return views_of(self, self.pool.format.dtype, (self.shape[3], self.shape[3]))
+                self._pool_side(side)[step.slot_mapping] = packed
+        self._step, self._changes = step, self._changes + 1
+        return views_of(self, self.pool.format.dtype, (self._shape[3], self._shape[3]))
 
     def _begin(self, new: int) -> Step:
         """Begin a step of `new` tokens for every head; add pages if there are too few."""
-        missing = self.blocks.missing([(seq, new) for seq in self.sequences])
+        missing = self.blocks._missing([(seq, new) for seq in self.sequences])
         if missing > 0:
             pages = self.blocks.num_blocks + missing
             self._resize(pages + pages // 4)
-        self.overwrites()  # the step counts pages
+        self._overwrites()  # the step counts pages
         step = self.blocks.begin_step([(seq, new) for seq in self.sequences])
         self.pool.copy(step.copies)
         return step
@@ -274,7 +274,7 @@ class RaggedLayer(Layer):
     def rope_shifts(self) -> Array:
         """Return the rope shifts: int64 [pieces, 5] of (batch row, head, first row, end row, shift)."""
         heads, numbered = self.lengths.shape[1], enumerate(self.sequences)
-        pieces = [(*divmod(i, heads), *piece) for i, seq in numbered for piece in seq.pieces(seq.length)]
+        pieces = [(*divmod(i, heads), *piece) for i, seq in numbered for piece in seq._pieces(seq.length)]
         return np.array(pieces, np.int64).reshape(-1, 5)
 
     def _dense(self, of_heads: Sequence[Array], padding: int) -> Array:
@@ -286,7 +286,7 @@ class RaggedLayer(Layer):
         return dense.reshape(*self.lengths.shape, *dense.shape[1:])
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
+    def _shape(self) -> tuple[int, int, int, int]:
         """Return the shape of the keys and of the values that `stored` returns."""
         if (sizes := self.geometry) is None:
             return 0, 0, 0, 0
@@ -296,18 +296,18 @@ class RaggedLayer(Layer):
     def batch_size(self) -> int:
         return 0 if self.geometry is None else self.geometry.batch
 
-    def stored(self) -> tuple[States, States]:
+    def _stored(self) -> tuple[States, States]:
         """Return keys and values [B, Hkv, longest, D], padded with zeros."""
-        rows = [seq.rows(PAGE_SIZE) for seq in self.sequences]
-        keys, values = (self._dense([self.pool_side(side)[own] for own in rows], 0) for side in (0, 1))
+        rows = [seq._rows(PAGE_SIZE) for seq in self.sequences]
+        keys, values = (self._dense([self._pool_side(side)[own] for own in rows], 0) for side in (0, 1))
         return keys, values
 
-    def heads_states(self) -> list[HeadStates]:
+    def _heads_states(self) -> list[HeadStates]:
         """Return the tokens of every head, with keys rotated for their present positions."""
         states = []
         for seq in self.sequences:
-            rows, now = seq.rows(PAGE_SIZE), seq.all_positions()
-            keys, values = (self.pool_side(side)[rows] for side in (0, 1))
+            rows, now = seq._rows(PAGE_SIZE), seq._all_positions()
+            keys, values = (self._pool_side(side)[rows] for side in (0, 1))
             if now.shifted and isinstance(self.rope, Rope):
                 keys = self.rope.shift(keys.astype(np.float32), now.shifts).astype(keys.dtype)
             states.append(HeadStates(keys, values, now.positions))
@@ -315,7 +315,7 @@ class RaggedLayer(Layer):
 
     @property
     def nbytes(self) -> int:
-        return int(self.lengths.sum()) * 2 * self.pool_side(0)[:1].nbytes if self.sequences else 0
+        return int(self.lengths.sum()) * 2 * self._pool_side(0)[:1].nbytes if self.sequences else 0
 
     def _attend(
         self, query: Array, mask: Array | None, scoring: Scoring, return_lse: bool, wants_weights: bool
@@ -396,18 +396,18 @@ class RaggedLayer(Layer):
 
     # Removing tokens and changing the batch
 
-    def length_after_crop(self, length: int, call: str = "crop") -> int:
+    def _length_after_crop(self, length: int, call: str = "crop") -> int:
         return requests.length_after_crop(length, self.get_seq_length())
 
     @one_call_at_a_time
     @whole
     def crop(self, length: int) -> None:
-        self.rearrange(self.plan("remove", self.length_after_crop(length)))
+        self._rearrange(self._plan("remove", self._length_after_crop(length)))
 
-    def plan(  # type: ignore[override]  # for every head
+    def _plan(  # type: ignore[override]  # for every head
         self, call: str, *arguments: Any, rope: RopeLike = None, **options: Any
     ) -> RaggedPlan:
-        now = [seq.all_positions() for seq in self.sequences]
+        now = [seq._all_positions() for seq in self.sequences]
         dim = None if self.geometry is None else self.geometry.key_dim
         rotation = rotation_of(rope, self.rope, dim, any(rows.shifted for rows in now))
         of_heads = [arguments] * len(now)
@@ -430,28 +430,28 @@ class RaggedLayer(Layer):
         return [own[own >= 0] for own in wanted.reshape(-1, wanted.shape[2])]
 
     @whole
-    def rearrange(self, plan: RaggedPlan) -> None:  # type: ignore[override]
+    def _rearrange(self, plan: RaggedPlan) -> None:  # type: ignore[override]
         heads = list(zip(self.sequences, plan.plans, strict=True))
-        if not any(own.changes(seq.all_positions()) for seq, own in heads):
+        if not any(own.changes(seq._all_positions()) for seq, own in heads):
             return
         # At most: each segment may end with a page that is partly filled.
         needed = sum(-(-len(own.after.positions) // PAGE_SIZE) + MAX_PIECES for _, own in heads)
         if needed > self.blocks.available:
             self._resize(self.blocks.num_blocks + needed)
         ropes = [plan.plans[0].rope]
-        self.overwrites()
+        self._overwrites()
         for seq, own in zip(self.sequences, plan.plans, strict=True):  # new sequences, if resized
-            self.blocks.rearrange([seq], own, ropes)
+            self.blocks._rearrange([seq], own, ropes)
             if own.rotated is not None:
                 moves = own.rotated != 0
-                self.pool.rotate(seq.rows(PAGE_SIZE)[moves], own.rotated[moves], ropes)
-        self.rope, self._step, self.changes = ropes[0], None, self.changes + 1
+                self.pool.rotate(seq._rows(PAGE_SIZE)[moves], own.rotated[moves], ropes)
+        self.rope, self._step, self._changes = ropes[0], None, self._changes + 1
         with contextlib.suppress(MemoryError, OSError):  # the tokens have gone; the pool may stay as it is
-            self.trim()
+            self._trim()
 
     @one_call_at_a_time
     @whole
-    def trim(self) -> None:
+    def _trim(self) -> None:
         """Move to a pool with a sixteenth more pages than are used, if more than a quarter are free now."""
         if self.sequences:
             used = self.blocks.num_blocks - self.blocks.available
@@ -461,54 +461,54 @@ class RaggedLayer(Layer):
     def _take_rows(self, indices: Iterable[int]) -> None:
         if self.geometry is not None:
             heads, before, rows = self.geometry.heads, self.sequences, list(indices)
-            self.overwrites()
+            self._overwrites()
             self.sequences = [self.blocks.fork(before[i * heads + h]) for i in rows for h in range(heads)]
             for seq in before:
                 self.blocks.free(seq)
             self.geometry = self.geometry._replace(batch=len(rows))
-            self._step, self.changes = None, self.changes + 1
+            self._step, self._changes = None, self._changes + 1
 
-    def lose_rows(self) -> None:
-        super().lose_rows()
+    def _lose_rows(self) -> None:
+        super()._lose_rows()
         self.geometry = self.pool = self.blocks = self.sequences = self.store  # type: ignore[assignment]
 
-    def forget_rows(self) -> None:
-        super().forget_rows()
-        changes = self.changes
+    def _forget_rows(self) -> None:
+        super()._forget_rows()
+        changes = self._changes
         self._forget()
-        self.changes = changes + 1
+        self._changes = changes + 1
 
     def _copy_store(self) -> None:
         if self.pool is not None:
             self._resize(self.blocks.num_blocks)
 
-    def large_arrays(self) -> Iterable[Array]:
+    def _large_arrays(self) -> Iterable[Array]:
         return () if self.pool is None else (self.pool.cache,)
 
     # Files
 
     @property
-    def was_moved(self) -> bool:
+    def _was_moved(self) -> bool:
         return True
 
-    def moves(self) -> dict[str, Array]:
+    def _moves(self) -> dict[str, Array]:
         return {}
 
-    def arrays(self) -> dict[str, Array]:
+    def _arrays(self) -> dict[str, Array]:
         """Return the layer's arrays by their names in a saved file. Tokens are listed head after head."""
         if not self.sequences:
             return {}
-        rows = np.concatenate([seq.rows(PAGE_SIZE) for seq in self.sequences])
-        now = [seq.all_positions() for seq in self.sequences]
+        rows = np.concatenate([seq._rows(PAGE_SIZE) for seq in self.sequences])
+        now = [seq._all_positions() for seq in self.sequences]
         return {
-            "keys": self.pool_side(0)[rows],
-            "values": self.pool_side(1)[rows],
+            "keys": self._pool_side(0)[rows],
+            "values": self._pool_side(1)[rows],
             "lengths": self.lengths,
             "positions": np.concatenate([head.positions for head in now]),
             "rope_shifts": np.concatenate([head.shifts for head in now]),
         }
 
-    def load(self, arrays: dict[str, Array], length: int) -> None:
+    def _load(self, arrays: dict[str, Array], length: int) -> None:
         if not arrays:
             return
         lengths = index_tensors.index("lengths", arrays["lengths"], 2)
@@ -524,10 +524,10 @@ class RaggedLayer(Layer):
             RowPositions.restored(positions, pieces_of_shifts(shifts), length, len(positions))
             for *_, positions, shifts in zip(*parts, strict=True)
         ]
-        self.fill_heads(geometry, [HeadStates(*head) for head in zip(*parts[:3], strict=True)], length)
+        self._fill_heads(geometry, [HeadStates(*head) for head in zip(*parts[:3], strict=True)], length)
         if any(rows.shifted for rows in now):
             plans = [Rearrangement(np.ones(len(rows.positions), bool), rows, self.rope) for rows in now]
-            self.rearrange(RaggedPlan(plans))
+            self._rearrange(RaggedPlan(plans))
 
 
 def with_spare_pages(used: int, heads: int) -> int:

@@ -63,7 +63,7 @@ class SegmentedStep:
     ) -> None:
         self.sequences, self.counts, self.lengths = sequences, counts, lengths
         self.starts = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))  # of each sequence's queries
-        segments = [seq.segments(page_size, length) for seq, length in zip(sequences, lengths, strict=True)]
+        segments = [seq._segments(page_size, length) for seq, length in zip(sequences, lengths, strict=True)]
         pairs = [
             pair
             for i, own in enumerate(segments)
@@ -87,7 +87,7 @@ class SegmentedStep:
         self, step: Any, query: Array, layer_idx: int, mask: Mask | None, weights: attention.Weights
     ) -> Pair:
         """Attend with checked queries [tokens, Hq, D]; return float32 outputs and lse."""
-        (tokens, heads, _), dim = query.shape, step.value_dim
+        (tokens, heads, _), dim = query.shape, step._value_dim
         # One result for each segment of a sequence, of weight 0 (lse -inf) where a query sees none of it.
         outputs = np.zeros((max(self.most_segments, 1), tokens, heads, dim), np.float32)
         lses = np.full(outputs.shape[:3], -np.inf, np.float32)
@@ -103,18 +103,18 @@ class SegmentedStep:
         if joined is None and weights.sinks is None:
             form = form_of((rotated,), (id(self), weights.scale, weights.softcap))
         arrays = {"query": rotated, "out": out, "lse": lse}
-        prepared = step.calls.find(form)
+        prepared = step._calls.find(form)
         if prepared:
-            prepared.run_at(step.places(layer_idx, arrays))
+            prepared.run_at(step._places(layer_idx, arrays))
         else:
             # Kernels leave out the causal rule in the first `decoding` sequences: here the non-causal pairs.
             own = weights._replace(causal=True, left=-1, right=-1, mask=place, **self._sinks(weights.sinks))
-            context = step.float32_context(layer_idx)
+            context = step._float32_context(layer_idx)
             launch = cpu.attention.prepare.prepare_attention(
                 rotated, out, lse, context, self.step_index, self.non_causal, own
             )
             cpu.launches.start(launch)
-            step.keep(form, layer_idx, arrays, launch)
+            step._keep(form, layer_idx, arrays, launch)
         outputs[self.segment_of, self.queries], lses[self.segment_of, self.queries] = out, lse
         return merge.merge_checked(FLOAT32, list(outputs), list(lses))
 
@@ -122,7 +122,7 @@ class SegmentedStep:
         """Rotate the queries of each segment back by the rope shift of its keys, in place; return them."""
         for pair, begin, end in zip(self.pairs, self.ends, self.ends[1:], strict=False):
             shift = pair.segment.shift
-            rope = self.sequences[pair.sequence].ropes[layer_idx] if shift else None
+            rope = self.sequences[pair.sequence]._ropes[layer_idx] if shift else None
             if isinstance(rope, Rope):
                 query[begin:end] = rope.shift(query[begin:end], -shift)
         return query
@@ -223,7 +223,7 @@ def check_window(
     """
     left, _ = window
     for seq, first_query in zip(sequences, first_queries, strict=True):
-        if seq.intact is None:
+        if seq._intact is None:
             continue
         if is_alibi:
             wanted = "False for sequences whose tokens were removed or moved (a mask can have the bias)"

@@ -48,12 +48,12 @@ class PagedStep:
     ((4, 2, 16), array([0, 3, 4]))
     """
 
-    __slots__ = ("_segmented", "_step_index", "_store", "_subsets", "calls", "index", "written")
+    __slots__ = ("_calls", "_segmented", "_step_index", "_store", "_subsets", "index", "written")
 
     def __init__(self, store: Any, index: Step) -> None:
         self._store, self.index = store, index
         self.written: set[int] = set()
-        self.calls: PreparedCalls[PreparedCall] = PreparedCalls()
+        self._calls: PreparedCalls[PreparedCall] = PreparedCalls()
         self._segmented: dict[tuple[bool, int, int], SegmentedStep] = {}
         self._subsets: list[Subset] = []
         if not index.in_order:  # for appends; attention and `gather` go segment by segment
@@ -80,9 +80,9 @@ class PagedStep:
         layer_idx : int
             A layer that the step has not written yet.
         """
-        layer_idx = self.to_write(layer_idx)
+        layer_idx = self._to_write(layer_idx)
         key, value = self._tokens(current_key, current_value, layer_idx)
-        self.append(key, value, layer_idx)
+        self._append(key, value, layer_idx)
 
     def attend(
         self, query: Array, layer_idx: int, attn_mask: Array | None = None, **options: Any
@@ -105,7 +105,7 @@ class PagedStep:
         lse : ndarray of float32, shape [seqstarts[B], num_heads]
             If ``return_lse``.
         """
-        return self.run(query, self.to_read(layer_idx), attn_mask, options, tokens={})
+        return self._run(query, self._to_read(layer_idx), attn_mask, options, tokens={})
 
     def multi_head_cache_attention(
         self,
@@ -117,12 +117,12 @@ class PagedStep:
         **options: Any,
     ) -> Attended:
         """Do `update` and `attend` in one call; on an error the layer has not been written."""
-        layer_idx = self.to_write(layer_idx)
+        layer_idx = self._to_write(layer_idx)
         key, value = self._tokens(current_key, current_value, layer_idx)
         tokens = {"current_key": key, "current_value": value}
-        return self.run(query, layer_idx, attn_mask, options, tokens)
+        return self._run(query, layer_idx, attn_mask, options, tokens)
 
-    def run(
+    def _run(
         self,
         query: Array,
         layer_idx: int,
@@ -134,7 +134,7 @@ class PagedStep:
         form = launch = None
         if self.index.in_order:
             form = form_of((query,), (attn_mask, tuple(options), *options.values()))
-        prepared = self.calls.find(form)
+        prepared = self._calls.find(form)
         if prepared:
             query = one_piece(query)
         else:
@@ -145,15 +145,15 @@ class PagedStep:
                     query, out, lse, context, self._step_index, decoding, weights
                 )
         if tokens:  # all is checked: nothing fails from here on
-            self.append(tokens["current_key"], tokens["current_value"], layer_idx)
+            self._append(tokens["current_key"], tokens["current_value"], layer_idx)
         if prepared:
-            return self.attend_again(prepared, query, layer_idx)
+            return self._attend_again(prepared, query, layer_idx)
         if launch is not None:
-            return self.start(form, launch, query, out, lse, layer_idx)
+            return self._start(form, launch, query, out, lse, layer_idx)
         if self.index.moved.all():
             results = self._attend_moved(query, layer_idx, attn_mask, weights)
             return fill_results(out, lse, slice(None), results)
-        for subset in self.subsets():
+        for subset in self._split():
             fill_results(out, lse, subset.queries, subset.attend(query, layer_idx, attn_mask, options))
         return out if lse is None else (out, lse)
 
@@ -165,25 +165,25 @@ class PagedStep:
         if attn_mask is not None and attn_mask.size:
             mask, starts = attn_mask if attn_mask.ndim == 3 else attn_mask[None], self._step_index
             mask_of_pair = functools.partial(packed_mask, mask, starts.seqstarts, starts.kvstarts)
-        return self.segmented(weights.causal).attend(self, query, layer_idx, mask_of_pair, weights)
+        return self._by_segments(weights.causal).attend(self, query, layer_idx, mask_of_pair, weights)
 
     @property
-    def value_dim(self) -> int:
+    def _value_dim(self) -> int:
         """Return the number of elements of a value."""
         return int(self._store.value_dim)
 
-    def subsets(self) -> list[Subset]:
+    def _split(self) -> list[Subset]:
         """Split the step into the sequences with moved tokens and those without."""
         if not self._subsets:
             index, every = self.index, np.arange(len(self.index.sequences))
             of_query, of_key = (np.repeat(every, np.diff(ends)) for ends in (index.seqstarts, index.kvstarts))
             for chosen in (index.moved, ~index.moved):
-                step = PagedStep(self._store, index.subset(np.flatnonzero(chosen)))
+                step = PagedStep(self._store, index._subset(np.flatnonzero(chosen)))
                 queries, keys = np.flatnonzero(chosen[of_query]), np.flatnonzero(chosen[of_key])
                 self._subsets.append(Subset(step, queries, keys))
         return self._subsets
 
-    def segmented(self, is_causal: bool, tokens: int = -1, length: int = -1) -> SegmentedStep:
+    def _by_segments(self, is_causal: bool, tokens: int = -1, length: int = -1) -> SegmentedStep:
         """Return the step by segments, for queries of its new tokens.
 
         With `tokens`, the queries are those of the last `tokens` of the first `length` in each sequence.
@@ -199,7 +199,7 @@ class PagedStep:
             self._segmented[is_causal, tokens, length] = segmented
         return segmented
 
-    def float32_context(self, layer_idx: int) -> Any:
+    def _float32_context(self, layer_idx: int) -> Any:
         """Return a layer's `Context` for float32 queries."""
         context = self._store.contexts[layer_idx]
         as_loaded = context.as_loaded and context.data_dtype == "float32"
@@ -218,11 +218,11 @@ class PagedStep:
         key, value : ndarray, shape [kvstarts[B], num_kv_heads, head_dim]
             The dtype is that of the cache.
         """
-        layer_idx = self.to_read(layer_idx)
+        layer_idx = self._to_read(layer_idx)
         key, value = self._store.empty(self._step_index.context)
-        contexts = self._step_index if self.index.in_order else self.segmented(is_causal=True).contexts
-        self.load(key, value, layer_idx, contexts)
-        return key, value[..., : self.value_dim]
+        contexts = self._step_index if self.index.in_order else self._by_segments(is_causal=True).contexts
+        self._load(key, value, layer_idx, contexts)
+        return key, value[..., : self._value_dim]
 
     def commit(self) -> None:
         """End the step and keep its tokens. Every layer must be written."""
@@ -294,7 +294,7 @@ class PagedStep:
 
     # For packed tokens and for batches of one length, with checked arguments
 
-    def to_write(self, layer_idx: Any) -> int:
+    def _to_write(self, layer_idx: Any) -> int:
         """Check the number of a layer, which this step must not have written; return it."""
         layer_idx = integer("layer_idx", layer_idx, 0, self._store.num_layers - 1)
         if not self.index.is_open:
@@ -303,82 +303,82 @@ class PagedStep:
             raise argument_error("layer_idx", "a layer that the step has not written", layer_idx)
         return layer_idx
 
-    def to_read(self, layer_idx: Any) -> int:
+    def _to_read(self, layer_idx: Any) -> int:
         """Check the number of a layer, which this step must have written; return it."""
         layer_idx = integer("layer_idx", layer_idx, 0, self._store.num_layers - 1)
         if self._step_index.tokens and layer_idx not in self.written:
             raise argument_error("layer_idx", "a layer that the step has written", layer_idx)
         return layer_idx
 
-    def append(self, key: Array, value: Array, layer_idx: int) -> None:
+    def _append(self, key: Array, value: Array, layer_idx: int) -> None:
         """Append checked new tokens, [tokens, heads, dim] or [batch, tokens, heads, dim], to a layer."""
         form, arrays = form_of((key, value), ()), {"current_key": key, "current_value": value}
-        prepared = self.calls.find(form)
+        prepared = self._calls.find(form)
         if prepared:
-            prepared.run_at(self.places(layer_idx, arrays))
+            prepared.run_at(self._places(layer_idx, arrays))
         else:
             place = self._store.places[layer_idx]
             launch = cpu.copy.transfer.prepare_transfer("store", key, value, place, self._step_index)
             cpu.launches.start(launch)
-            self.keep(form, layer_idx, arrays, launch)
+            self._keep(form, layer_idx, arrays, launch)
         self.written.add(layer_idx)
 
-    def start(
+    def _start(
         self, form: Any, launch: Any, query: Array, out: Array, lse: Array | None, layer_idx: int
     ) -> Attended:
         """Run a launch of attention, keep it as a prepared call, and return the results."""
         cpu.launches.start(launch)
-        self.keep(form, layer_idx, {"query": query, "out": out, "lse": lse}, launch)
+        self._keep(form, layer_idx, {"query": query, "out": out, "lse": lse}, launch)
         return out if lse is None else (out, lse)
 
-    def attend_again(self, prepared: Any, query: Array, layer_idx: int) -> Attended:
+    def _attend_again(self, prepared: Any, query: Array, layer_idx: int) -> Attended:
         """Run a prepared call with other queries; return the results in new arrays."""
-        out, lse = np.empty((*query.shape[:-1], self.value_dim), query.dtype), None
+        out, lse = np.empty((*query.shape[:-1], self._value_dim), query.dtype), None
         if "lse" in prepared.owners:
             lse = np.empty(query.shape[:-1], np.float32)
-        prepared.run_at(self.places(layer_idx, {"query": query, "out": out, "lse": lse}))
+        prepared.run_at(self._places(layer_idx, {"query": query, "out": out, "lse": lse}))
         return out if lse is None else (out, lse)
 
-    def keep(self, form: Any, layer_idx: int, arrays: dict[str, Any], launch: Any) -> None:
+    def _keep(self, form: Any, layer_idx: int, arrays: dict[str, Any], launch: Any) -> None:
         """Keep a launch for calls with other layers and arrays; none is kept without a form."""
-        self.calls.keep(form, PreparedCall([launch], self._store.addresses[layer_idx] | arrays))
+        self._calls.keep(form, PreparedCall([launch], self._store.addresses[layer_idx] | arrays))
 
-    def places(self, layer_idx: int, arrays: dict[str, Any]) -> list[Any]:
+    def _places(self, layer_idx: int, arrays: dict[str, Any]) -> list[Any]:
         """Return the addresses of a layer's rows and of a call's arrays."""
         return [*self._store.addresses[layer_idx].values(), *addresses_of(arrays.values())]
 
-    def load(self, key: Array, value: Array, layer_idx: int, contexts: Any) -> None:
+    def _load(self, key: Array, value: Array, layer_idx: int, contexts: Any) -> None:
         """Copy contexts into arrays whose axes are [.., heads, dim]."""
         place = self._store.places[layer_idx]
         cpu.launches.start(cpu.copy.transfer.prepare_transfer("load", key, value, place, contexts))
 
-    def attend_rows(
+    def _attend_rows(
         self, query: Array, layer_idx: int, mask: Array | None, weights: attention.Weights, length: int
     ) -> list[Array]:
         """Attend to moved tokens with queries [B, q, Hq, D] of the last tokens; return float32 results."""
         batch, tokens, *_ = query.shape
         mask_of_pair = None if mask is None or not mask.size else functools.partial(batch_mask, mask)
         packed = query.reshape(batch * tokens, *query.shape[2:])
-        segmented = self.segmented(weights.causal, tokens, length)
+        segmented = self._by_segments(weights.causal, tokens, length)
         results = segmented.attend(self, packed, layer_idx, mask_of_pair, weights)
         return [result.reshape(batch, tokens, *result.shape[1:]) for result in results]
 
-    def gather_rows(self, layer_idx: int, length: int) -> Pair:
+    def _gather_rows(self, layer_idx: int, length: int) -> Pair:
         """Return copies of the first `length` keys and values of each sequence, [B, heads, length, dim]."""
         batch, store = len(self.index.sequences), self._store
         shape = batch, store.heads, length, store.dim
         key = np.empty(shape, store.format.dtype)
         value = key if store.latent_dim else np.empty_like(key)
         if self.index.in_order:
-            self.load(key.swapaxes(1, 2), value.swapaxes(1, 2), layer_idx, self.equal_index(0, length))
+            self._load(key.swapaxes(1, 2), value.swapaxes(1, 2), layer_idx, self._equal_index(0, length))
         else:
             packed = keys, values = store.empty(batch * length)  # [tokens, heads, dim]
-            self.load(keys, values, layer_idx, self.segmented(True, tokens=0, length=length).contexts)
+            self._load(keys, values, layer_idx, self._by_segments(True, tokens=0, length=length).contexts)
             for side, tokens in zip((key, value), packed, strict=True):
                 side[...] = tokens.reshape(batch, length, *tokens.shape[1:]).swapaxes(1, 2)
         return key, value[..., : store.value_dim]
 
-    def equal_index(self, tokens: int, length: int) -> StepIndex:
+    def _equal_index(self, tokens: int, length: int) -> StepIndex:
         """Return index tensors for sequences of one length, whose last `tokens` are the new ones."""
         batch = len(self.index.sequences)
         count = np.arange(batch + 1)
@@ -401,7 +401,9 @@ class Subset(NamedTuple):
         if attn_mask is not None and attn_mask.size:
             attn_mask = attn_mask[..., self.queries, :]
             attn_mask = attn_mask if attn_mask.shape[-1] == 1 else attn_mask[..., self.keys]
-        results = self.step.run(query[self.queries], layer_idx, attn_mask, options | {"out": None}, tokens={})
+        results = self.step._run(
+            query[self.queries], layer_idx, attn_mask, options | {"out": None}, tokens={}
+        )
         return results if isinstance(results, tuple) else (results,)
 
 

@@ -21,7 +21,7 @@ SIDES = "keys", "values"
 class CodeStore:
     """Stores the keys and values of a layer as codes, with the methods of `Store`."""
 
-    attributes = Attributes("sides", "rooms")
+    _attributes = Attributes("sides", "rooms")
     capacity = 0  # sides grow by themselves
     rows_adjoin = False
 
@@ -49,7 +49,7 @@ class CodeStore:
     def commit(self, layer: Any) -> None:
         """Encode the tokens that have left the window, unless the layer records the past."""
         self.rooms = []
-        if not layer.record_past:
+        if not layer._record_past:
             self.encode_old()
 
     def encode_old(self) -> None:

@@ -46,7 +46,7 @@ class CodedSide:
     sink. If no token follows the sinks, `sink` returns to its first value.
     """
 
-    attributes = Attributes(
+    _attributes = Attributes(
         *("sink", "length", "coded", "codes_read", "coded_before", "block_count", "tail_origin"),
         *("sinks", "tail", "codes", "cells", "block_of", "allocate"),
     )

@@ -57,7 +57,7 @@ class StateStore:
         attributes |= {"arrays": self.arrays}
         return StateStore, (self.geometry, self.versions), attributes
 
-    attributes = Attributes("current", "previous", "checkpoints")
+    _attributes = Attributes("current", "previous", "checkpoints")
 
     def counters(self) -> tuple[Any, ...]:
         """Return the objects that say which versions are used."""

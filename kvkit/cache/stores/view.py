@@ -49,14 +49,14 @@ class LayerSide:
 
     def __init__(self, layer: Any, side: int, dtype: np.dtype[Any], dim: int) -> None:
         self._layer, self._side = layer, side
-        self.shape, self.dtype = (*layer.shape[:3], dim), dtype
+        self.shape, self.dtype = (*layer._shape[:3], dim), dtype
 
     @property
     def changes(self) -> Any:
-        return self._layer.changes
+        return self._layer._changes
 
     def read(self) -> States:
-        return self._layer.stored()[self._side]
+        return self._layer._stored()[self._side]
 
 
 def views_of(layer: Any, dtype: np.dtype[Any], dims: tuple[int, int]) -> tuple[KVView, KVView]:

@@ -166,7 +166,7 @@ def attend_latent(
         later = np.triu(np.ones((new, mask.shape[3]), np.bool_), mask.shape[3] - new + 1)  # [q, n]
         if new > 1 and (visible & later).any():
             raise argument_error("attention_mask", "one that hides later tokens", "one that shows some")
-    elif mask is not None and layer.row_positions is None:
+    elif mask is not None and layer._row_positions is None:
         visible = mask = mask[:, None, None]
     more = {name: options[name] for name in ("softmax_scale", "sinks")}
     if indices is not None:
@@ -290,7 +290,7 @@ def shows_chunks(layer: Any, mask: Array) -> bool:
 
 def window_options(layer: Any, sliding_window: int | None, window: tuple[int, int]) -> dict[str, Any] | None:
     """Return the options by which a layer's own attention applies a window; None if it cannot."""
-    if layer.takes_window:
+    if layer._takes_window:
         return {"window": window}
     if layer.window is None:
         return {} if window == NO_WINDOW else None

@@ -242,7 +242,7 @@ class KvkitCache(Cache):
         if self._reads_in_place:
             if self.eviction is not None and not self.eviction.done and layer.window is None:
                 stored.after_attention = functools.partial(self._record_and_evict, layer_idx)
-                shared = sum(each.of == layer_idx for each in self.cache.layers)
+                shared = sum(each._of == layer_idx for each in self.cache.layers)
                 self._readers[layer_idx] = shared + 1
                 stored.wants_weights = self.eviction.wants_weights
             self._stored[layer_idx] = stored
@@ -256,14 +256,14 @@ class KvkitCache(Cache):
         if self.eviction is not None:
             return "the cache evicts tokens"
         layers = self.cache.layers[layer_idx : layer_idx + 1]
-        moved = any(layer.row_positions is not None for layer in layers)
+        moved = any(layer._row_positions is not None for layer in layers)
         return "tokens of the cache were removed or moved" if moved else ""
 
     def _record_and_evict(
         self, layer_idx: int, queries: np.ndarray, weights: np.ndarray | None, padding: np.ndarray | None
     ) -> None:
         """Pass queries and weights to the eviction; evict after the last layer that reads what can go."""
-        eviction, shared = self.eviction, sum(each.of == layer_idx for each in self.cache.layers)
+        eviction, shared = self.eviction, sum(each._of == layer_idx for each in self.cache.layers)
         if eviction is not None:
             if self._readers.get(layer_idx, 0) > shared:  # the layer itself, before those that read its rows
                 eviction.record(layer_idx, queries, weights)
@@ -407,7 +407,7 @@ class KvkitCache(Cache):
         named = method.bind(self, *arguments, **options).arguments
         del named["self"]
         paged = isinstance(self.cache, PagedCache)
-        known = self.cache.ropes if paged else [layer.rope for layer in self.cache.layers]
+        known = self.cache._ropes(self.cache.rope) if paged else [layer.rope for layer in self.cache.layers]
         is_unknown = named.get("rope") is None and None in known
         # `remove` moves the tokens after a hole only with `close`; `retain`, without a rope, moves none.
         moves_tokens = named.get("close", False) if call == "remove" else "rope" in method.parameters
@@ -451,7 +451,7 @@ def check_evictable(cache: Any, config: Any, kind: str, options: dict[str, Any],
 
 def last_to_evict(layers: Any) -> int:
     """Return the number of the last layer that can lose tokens. Eviction runs after its attention."""
-    return max(i for i, each in enumerate(layers) if each.window is None and each.why_kept is None)
+    return max(i for i, each in enumerate(layers) if each.window is None and each._why_kept is None)
 
 
 def layers_of(owner: KvkitCache, cache: Any, config: Any) -> list[Any]:

@@ -56,19 +56,19 @@ class KvkitLayer(CacheLayerMixin):
     @property
     def is_croppable(self) -> bool:
         """Return whether `crop` can drop recorded tokens one by one."""
-        return self.layer.croppable
+        return self.layer._croppable
 
     @property
     def record_past(self) -> bool:
         """Return whether past tokens are kept until the next `crop`."""
-        return self.layer.record_past
+        return self.layer._record_past
 
     @record_past.setter
     def record_past(self, value: bool) -> None:
         if value:
             self.layer.activate_past_recording()
-        elif self.layer.record_past:
-            self.layer.stop_past_recording()
+        elif self.layer._record_past:
+            self.layer._stop_past_recording()
 
     @property
     def batch_size(self) -> int:
@@ -120,7 +120,7 @@ class KvkitLayer(CacheLayerMixin):
         self.layer.reorder(np.asarray(beam_idx))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.layer.select(np.asarray(indices))
+        self.layer.reorder(np.asarray(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.layer.repeat(repeats)

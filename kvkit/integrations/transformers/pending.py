@@ -43,7 +43,7 @@ class Stored:
     @property
     def is_moved(self) -> bool:
         """Return whether tokens of the layer were removed or moved, so that a row is not its position."""
-        return self.layer.row_positions is not None
+        return self.layer._row_positions is not None
 
     def arrays(self) -> tuple[np.ndarray, ...]:
         """Return keys and values of the tokens that attention may need, without unused rows."""

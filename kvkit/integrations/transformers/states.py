@@ -112,14 +112,14 @@ class KvkitStateLayer(LinearAttentionCacheLayerMixin):
     @property
     def record_past(self) -> bool:
         """Return whether the state after every update is kept until the next `crop`."""
-        return bool(self.state.record_past)
+        return bool(self.state._record_past)
 
     @record_past.setter
     def record_past(self, value: bool) -> None:
         if value:
             self.state.activate_past_recording()
-        elif self.state.record_past:
-            self.state.stop_past_recording()
+        elif self.state._record_past:
+            self.state._stop_past_recording()
 
     def activate_past_recording(self) -> None:
         self.state.activate_past_recording()
@@ -142,7 +142,7 @@ class KvkitStateLayer(LinearAttentionCacheLayerMixin):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep these rows of the batch only."""
-        self.state.select(np.asarray(indices))
+        self.state.reorder(np.asarray(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch."""
@@ -238,7 +238,7 @@ class KvkitHybridLayer(KvkitStateLayer, KvkitLayer):
         return KvkitLayer.get_max_length(self)
 
     def crop(self, tokens_to_remove: int) -> None:
-        self.state.length_after_crop(tokens_to_remove)  # raises before keys and values are cropped
+        self.state._length_after_crop(tokens_to_remove)  # raises before keys and values are cropped
         KvkitLayer.crop(self, tokens_to_remove)
         KvkitStateLayer.crop(self, tokens_to_remove)
 
