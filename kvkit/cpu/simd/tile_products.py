@@ -64,8 +64,12 @@ class Terms(NamedTuple):
     element: str  # of keys and values before they are split into terms
 
     def products(self, most: int) -> list[tuple[int, int]]:
-        """Return the terms (of A, of B) that are multiplied: all whose numbers add up to at most `most`."""
-        return [(i, j) for i in range(self.rows) for j in range(self.queries) if i + j <= most]
+        """Return the terms (of A, of B) that are multiplied: all whose numbers add up to at most `most`.
+
+        Each product has a term of the one before, whose tiles are loaded.
+        """
+        order = [range(min(self.queries - 1, most - i), -1, -1) for i in range(self.rows)]
+        return [(i, j) for i, terms in enumerate(order) for j in (terms[::-1] if i % 2 else terms)]
 
 
 BFLOAT16, FLOAT16 = Terms(1, 1, "bfloat16"), Terms(2, 2, "float16")
@@ -157,24 +161,24 @@ def scores(in_memory, terms):
 def add_scores(b, tiles, queries, groups, key_term, t, dim, terms, prefetches, between=None):
     """Compute scores of 32 tokens from t on in tiles 0 to 3.
 
-    `between`(i, number of a product) emits what stands between the products of elements i of the first terms.
+    `between`(i, number) emits the fourths 0 to 3 of what stands between the products of elements from i on.
     """
     for tile in range(4):
         tiles.zero(tile)
     keys = keys_at(b, groups, t)
     ahead, each = prefetches
     first_row = b.mul(b.sdiv(t, I64(STEP)), each)
-    for key, query in terms.products(2):
-        of_query = b.add(queries, b.mul(dim, I64(query * PAIRED // 2)))
-        with loop(b, dim, STEP) as i:
+    with loop(b, dim, STEP) as i:
+        factors = []
+        for key, query in terms.products(2):
             offset = b.add(b.mul(i, I64(2)), b.mul(key_term, I64(key)))
+            to_query = b.mul(b.add(i, b.mul(dim, I64(query))), I64(PAIRED // 2))
             rows = [(b.add(at, offset), row) for at, row in keys]
-            weave = functools.partial(between, i) if between and not key + query else None
-            four_products(b, tiles, rows, (b.add(of_query, b.mul(i, I64(PAIRED // 2))), PAIRED), weave)
-            if not key + query:
-                with loop(b, each) as k:
-                    row = lanes.row_id_at(b, ahead, b.add(first_row, k))
-                    lanes.prefetch(b, b.add(row, b.mul(i, I64(2))))
+            factors.append((key, rows, query, (b.add(queries, to_query), PAIRED)))
+        multiply_terms(b, tiles, factors, functools.partial(between, i) if between else None)
+        with loop(b, each) as k:
+            row = lanes.row_id_at(b, ahead, b.add(first_row, k))
+            lanes.prefetch(b, b.add(row, b.mul(i, I64(2))))
 
 
 def keys_at(b, groups, t):
@@ -202,13 +206,15 @@ def sums(in_memory, terms):
             places = corners(b, b.add(target, b.mul(i, I64(PAIRED))))
             for tile, place in enumerate(places):
                 tiles.load(tile, place, PAIRED)
-            for value, weight in terms.products(1):
-                strip = b.add(values, b.add(b.mul(b.lshr(i, I64(4)), size), b.mul(value_term, I64(value))))
-                of_weight = b.add(weights, I64(PAIRED * weight))
-                with loop(b, count, STEP) as t:
-                    at = b.add(strip, b.mul(t, I64(ROW // 2)))
+            strip = b.add(values, b.mul(b.lshr(i, I64(4)), size))
+            with loop(b, count, STEP) as t:
+                factors = []
+                for value, weight in terms.products(1):
+                    at = b.add(b.add(strip, b.mul(value_term, I64(value))), b.mul(t, I64(ROW // 2)))
                     rows = (at, I64(ROW)), (b.add(at, size), I64(ROW))
-                    four_products(b, tiles, rows, (b.add(of_weight, b.mul(t, I64(row // 2))), row))
+                    of_weight = b.add(b.add(weights, I64(PAIRED * weight)), b.mul(t, I64(row // 2)))
+                    factors.append((value, rows, weight, (of_weight, row)))
+                multiply_terms(b, tiles, factors)
             for tile, place in enumerate(places):
                 tiles.store(tile, place, PAIRED)
 
@@ -220,24 +226,28 @@ def weight_row(terms):
     return terms.queries * PAIRED
 
 
-def four_products(b, tiles, rows, x, between=None):
-    """Add the products of two tiles of A and both halves of B, which are (address, stride).
+def multiply_terms(b, tiles, factors, between=None):
+    """Add products of two tiles of A and both halves of B, for each of the `factors`.
 
-    Loads are in between, and what `between`(number of the product) emits.
+    These are (term, (address, stride) of both tiles of A; term, (address, stride) of B). A term that the
+    products before had is not loaded again. `between`(0 to 3) is emitted after each fourth of the products.
     """
-    at, row = x
-    steps = [
-        (0, 4, 6, ((4, *rows[0]), (6, at, row))),
-        (1, 4, 7, ((7, b.add(at, I64(ROW)), row),)),
-        (2, 5, 6, ((5, *rows[1]),)),
-        (3, 5, 7, ()),
-    ]
-    for number, (c, left, right, loads) in enumerate(steps):
-        for load in loads:
-            tiles.load(*load)
-        tiles.multiply(c, left, right)
-        if between:
-            between(number)
+    last, done = (None, None), 0
+    for left_term, rows, right_term, (at, row) in factors:
+        left = [] if left_term == last[0] else [(4, *rows[0]), (5, *rows[1])]
+        right = [] if right_term == last[1] else [(6, at, row), (7, b.add(at, I64(ROW)), row)]
+        last = left_term, right_term
+        # products of C, A and B, after loads of the tiles that they are the first to have
+        steps = [
+            (0, 4, 6, left[:1] + right[:1]), (1, 4, 7, right[1:]), (2, 5, 6, left[1:]), (3, 5, 7, [])
+        ]  # fmt: skip
+        for c, x, y, loads in steps:
+            for load in loads:
+                tiles.load(*load)
+            tiles.multiply(c, x, y)
+            done += 1
+            if between and done % len(factors) == 0:
+                between(done // len(factors) - 1)
 
 
 def corners(b, at):
