@@ -209,8 +209,7 @@ def set_up_tiles(params, block, state):
         set_head(params, block, tile, tile.head)
         tile.queries = at + offsets.queries + 4 * t * rows * dim
         tile.engine_queries = at + offsets.engine_queries + t * rows * params.engine_query_bytes
-        buffers = 2 if block.wide else block.together  # engines may score the next wide tile early
-        tile.scores = at + offsets.scores + t % buffers * score_bytes
+        tile.scores = at + offsets.scores + t % block.together * score_bytes
         tile.alpha = at + offsets.alpha + 4 * lanes * (t % block.together)
         tile.m, tile.l = at + offsets.m + 4 * lanes * t, at + offsets.l + 4 * lanes * t
         tile.o = at + offsets.o + 4 * t * rows * value_dim

@@ -333,10 +333,10 @@ def grow_maximum(b, scores, count, m_at, l_at, sums, dim, scale):
 
 
 class TileWeights:
-    """Emits P = 2^(c S - m) in place of S, in pairs of tokens, [tokens / 2, term, WIDE, 2], and l."""
+    """Emits P = 2^(c S - m) in pairs of tokens, [tokens / 2, term, WIDE, 2], and l."""
 
-    def __init__(self, b, scores, m_at, l_at, scale, terms):
-        self.b, self.scores, self.l_at, self.terms = b, scores, l_at, terms
+    def __init__(self, b, scores, m_at, l_at, scale, target, terms):
+        self.b, self.scores, self.l_at, self.target, self.terms = b, scores, l_at, target, terms
         self.c = lanes.broadcast(b, scale, LANES) * LOG2E
         self.m = [read(b, b.add(m_at, I64(ROW * half)), F32, LANES).max(LOWEST) for half in range(2)]
         self.l = StackSlots(b, [read(b, b.add(l_at, I64(ROW * half)), F32, LANES) for half in range(2)])
@@ -356,7 +356,7 @@ class TileWeights:
                 first = [rounded(x) for x in pair]
                 rest = [x - y for x, y in zip(pair, first, strict=True)]
                 packed[half] = [bfloat16_pairs(*first), bfloat16_pairs(*rest)]
-        to = b.add(self.scores, b.mul(t, I64(weight_row(self.terms) // 2)))
+        to = b.add(self.target, b.mul(t, I64(weight_row(self.terms) // 2)))
         for half, terms in enumerate(packed):
             for term, vector in enumerate(terms):
                 write(b, b.add(to, I64(PAIRED * term + ROW * half)), vector)
@@ -372,9 +372,9 @@ def weights(terms):
     """Return the micro-kernel of P = 2^(c S - m)."""
 
     @micro_kernel
-    def weights(b, scores, count, m_at, l_at, scale):
-        """Replace S by P, in pairs of tokens, and update l; 32 divides `count`."""
-        p = TileWeights(b, scores, m_at, l_at, scale, terms)
+    def weights(b, scores, count, m_at, l_at, scale, target):
+        """Write P, in pairs of tokens, and update l; 32 divides `count`."""
+        p = TileWeights(b, scores, m_at, l_at, scale, target, terms)
         with loop(b, count, 2) as t:
             p.two_tokens(t)
         p.write_sums()
@@ -386,14 +386,16 @@ def weights(terms):
 def weights_and_scores(in_memory, terms):
     """Return the micro-kernel of `weights` of a tile and `scores` of the next one, step by step.
 
-    So vectors are computed while the processor multiplies tiles.
+    So vectors are computed while the processor multiplies tiles. The next scores take the place of S, whose
+    lines are in the L1 cache.
     """
 
     @micro_kernel
     def weights_and_scores(
-        b, scores, count, m_at, l_at, scale, queries, groups, key_term, dim, target, ahead, each
+        b, scores, count, m_at, l_at, scale, target, queries, groups, key_term, dim, ahead, each
     ):  # fmt: skip
-        p, tiles = TileWeights(b, scores, m_at, l_at, scale, terms), Tiles(b, in_memory=in_memory)
+        p = TileWeights(b, scores, m_at, l_at, scale, target, terms)
+        tiles = Tiles(b, in_memory=in_memory)
         with loop(b, count, STEP) as t:
 
             def weigh(i, number, t=t):
@@ -405,7 +407,7 @@ def weights_and_scores(in_memory, terms):
             begin = b.lshr(dim, I64(2))
             with loop(b, b.sub(I64(STEP), begin), 2) as k:
                 p.two_tokens(b.add(t, b.add(begin, k)))
-            store_scores(b, tiles, target, t)
+            store_scores(b, tiles, scores, t)
         p.write_sums()
 
     return weights_and_scores

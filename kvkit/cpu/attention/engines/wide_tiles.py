@@ -80,6 +80,20 @@ def finish(in_memory):
     return step_code(finish, ("finish", in_memory))
 
 
+def load_code(load, *key):
+    """Compile the load of a block by load(params, block, tile); list the next latent rows, to prefetch."""
+    load = helper(load)
+
+    def load_block(params_address, block_address, tile_address):
+        params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
+        block.scored = 0
+        load(params, block, tile)
+        if block.values_in_keys:  # latent rows are long
+            find_next_rows(params, block, tile.head)
+
+    return step_code(load_block, ("load", *key))
+
+
 @functools.cache
 def load(keys_as_is, values_as_is):
     """Compile the load of a block: find or copy rows of keys, and transpose values.
@@ -88,12 +102,9 @@ def load(keys_as_is, values_as_is):
     """
     transpose = tile_products.transpose_values(tile_products.BFLOAT16)
 
-    def load(params_address, block_address, tile_address):
-        params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
-        values, dim = params.values, params.values.padded_dim
-        block.scored = 0
+    def load(params, block, tile):
+        values, dim, addresses = params.values, params.values.padded_dim, block.value_addresses
         copied = load_keys(params, block, tile, keys_as_is)
-        addresses = block.value_addresses
         if values_as_is:
             rows, _ = rows_of_head(values, block, tile.head)
             attention.addresses(rows, values.row, block.value_row_ids, block.count, addresses)
@@ -105,10 +116,8 @@ def load(keys_as_is, values_as_is):
                       target=rows, target_row=2 * dim, element=2)  # fmt: skip
             attention.write_sequence(rows, 2 * dim, block.count, addresses)
         transpose(addresses, block.count, whole(block.count), dim, block.wide_values)
-        if block.values_in_keys:  # latent rows are long
-            find_next_rows(params, block, tile.head)
 
-    return step_code(load, ("load", keys_as_is, values_as_is))
+    return load_code(load, keys_as_is, values_as_is)
 
 
 @functools.cache
@@ -117,23 +126,18 @@ def load_halves():
     split = tile_products.split_rows(tile_products.FLOAT16)
     transpose = tile_products.transpose_values(tile_products.FLOAT16)
 
-    def load_halves(params_address, block_address, tile_address):
-        params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
+    def load_halves(params, block, tile):
         keys, values, addresses = params.keys, params.values, block.value_addresses
-        block.scored = 0
         rows, _ = rows_of_head(keys, block, tile.head)
         attention.addresses(rows, keys.row, block.key_row_ids, block.count, addresses)
-        size = term_bytes(block, keys)
-        split(addresses, block.count, keys.padded_dim, block.wide_keys, size)
+        split(addresses, block.count, keys.padded_dim, block.wide_keys, term_bytes(block, keys))
         list_copied_keys(block, 2 * keys.padded_dim)
         if not block.values_in_keys:
             rows, _ = rows_of_head(values, block, tile.head)
             attention.addresses(rows, values.row, block.value_row_ids, block.count, addresses)
         transpose(addresses, block.count, whole(block.count), values.padded_dim, block.wide_values)
-        if block.values_in_keys:
-            find_next_rows(params, block, tile.head)
 
-    return step_code(load_halves, ("load halves",))
+    return load_code(load_halves, "halves")
 
 
 @functools.cache
@@ -142,10 +146,8 @@ def load_codes():
     split = tile_products.split_rows(tile_products.CODES)
     transpose = tile_products.transpose_values(tile_products.CODES)
 
-    def load_codes(params_address, block_address, tile_address):
-        params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
+    def load_codes(params, block, tile):
         keys, values, addresses = params.keys, params.values, block.value_addresses
-        block.scored = 0
         size, tokens = term_bytes(block, keys), whole(block.count)
         for begin in range(0, block.count, tile_products.STEP):
             count = decode_rows(params, block, tile, keys, block.key_row_ids, begin)
@@ -154,10 +156,8 @@ def load_codes():
             count = decode_rows(params, block, tile, values, block.value_row_ids, begin)
             transpose(addresses, count, tokens, values.padded_dim, block.wide_values + 2 * ROWS * begin)
         list_copied_keys(block, 2 * keys.padded_dim)
-        if block.values_in_keys:
-            find_next_rows(params, block, tile.head)
 
-    return step_code(load_codes, ("load codes",))
+    return load_code(load_codes, "codes")
 
 
 @helper
@@ -252,9 +252,10 @@ def scores(in_memory, terms):
 
 @functools.cache
 def sums(in_memory, terms):
-    """Compile the softmax and O = O alpha + P V; scores are overwritten.
+    """Compile the softmax and O = O alpha + P V; weights lie after the scores.
 
-    Between the softmax's steps the scores of the next tile are multiplied, if both see all of the block.
+    Between the softmax's steps the scores of the next tile are multiplied, in the place of these scores, if
+    both tiles see all of the block.
     """
     multiply, weigh = tile_products.sums(in_memory, terms), tile_products.weights(terms)
     weigh_and_score = tile_products.weights_and_scores(in_memory, terms)
@@ -262,6 +263,7 @@ def sums(in_memory, terms):
     def sums(params_address, block_address, tile_address):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
         dim, scale = params.values.padded_dim, tile.factor
+        p = tile.scores + 4 * WIDE * whole(block.size)
         if not scaled_in_softmax(params, tile):
             scale = block.number
             put_float(scale, np.float32(1))
@@ -269,15 +271,15 @@ def sums(in_memory, terms):
         if next_sees_all(block, tile):
             after = tile_at(tile_address + TILE_BYTES)
             weigh_and_score(
-                scores=tile.scores, count=tile.count, m_at=tile.m, l_at=tile.l, scale=scale,
+                scores=tile.scores, count=tile.count, m_at=tile.m, l_at=tile.l, scale=scale, target=p,
                 queries=after.engine_queries, groups=block.key_addresses,
-                key_term=term_bytes(block, params.keys), dim=params.keys.padded_dim, target=after.scores,
+                key_term=term_bytes(block, params.keys), dim=params.keys.padded_dim,
                 ahead=rows_ahead(block, after), each=rows_of_step(block),
             )  # fmt: skip
             block.scored = after.index
         else:
-            weigh(tile.scores, whole(tile.count), tile.m, tile.l, scale)
-        multiply(tile.scores, block.wide_values, whole(block.count), whole(tile.count), dim, tile.o)
+            weigh(tile.scores, whole(tile.count), tile.m, tile.l, scale, p)
+        multiply(p, block.wide_values, whole(block.count), whole(tile.count), dim, tile.o)
 
     return step_code(sums, ("sums", in_memory, terms))
 
