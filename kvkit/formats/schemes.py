@@ -104,6 +104,12 @@ class Coded:
         return rotate(x, self.rotation, value=self.value) if self.rotation else x
 
     @property
+    def by_token(self) -> bool:
+        """Return whether a token of a head has the same codes and scales whichever others are encoded."""
+        shared = self.format.per in ("tensor", "head", "channel") or self.format.computes_whole
+        return not shared and self.step == 1 and self.extremes is None
+
+    @property
     def step(self) -> int:
         """Return how many tokens are encoded together."""
         in_byte = 8 // self.format.code.bits if self.format.along == "tokens" else 1

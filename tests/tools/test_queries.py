@@ -75,9 +75,10 @@ def test_fused_keys_and_values_have_queries_too(arrays):
 
 def test_other_arrays_are_noted(arrays, tmp_path):
     beside = {"queries": arrays["query"], "softmax_scale": np.array(0.1), "extra": np.zeros(3)}
-    assert tools.study(arrays | beside, "fp8").notes[-1] == ("not read: queries (did you mean query?), extra")
+    assert "not read: queries (did you mean query?), extra" in tools.study(arrays | beside, "fp8").notes
     without = {name: array for name, array in arrays.items() if name != "query"}
-    assert tools.study(without | {"softmax_scale": np.array(0.1)}, "fp8").notes[-1].startswith("not read: so")
+    alone = tools.study(without | {"softmax_scale": np.array(0.1)}, "fp8")
+    assert "not read: softmax_scale" in alone.notes
     from kvkit.cache import QuantizedCache
 
     cache = QuantizedCache("uint8")
@@ -99,7 +100,7 @@ def test_the_factor_of_scores_is_used(arrays):
         both = (tools.study(each, **options) for each in (scaled, arrays | {"softmax_scale": scale}))
         for one, other in zip(*(each.rows for each in both), strict=True):
             for name, number in one.items():
-                is_float = isinstance(number, float)
+                is_float = isinstance(number, (float, list))
                 assert other[name] == (pytest.approx(number, rel=1e-4, abs=1e-6) if is_float else number)
 
 

@@ -19,6 +19,7 @@ import kvkit
 from kvkit import files, formats, tools
 from kvkit.errors import KvkitError
 from kvkit.tools.studies import measures
+from kvkit.tools.studies.report import markdown
 from kvkit_cli.main import main
 
 pytestmark = pytest.mark.cpu
@@ -156,6 +157,8 @@ def test_a_scheme_of_ones_own(arrays, tmp_path):
 
     (one,) = tools.study(arrays, ["signs"]).summary
     assert one.bits == 1 + 16 / DIM
+    [note] = [note for note in tools.study(arrays, ["signs", "fp16", "int8"]).notes if "bits of" in note]
+    assert note.startswith("bits of signs: those of the arrays that encode returns, so codes of 4 bits count")
     assert 0.5 < one.key_error < 1
 
 
@@ -345,6 +348,35 @@ def test_advice_goes_by_attention_where_there_are_queries(rng):
     assert none.startswith("no scheme keeps the attention output of every head within an error of ")
     with pytest.raises(KvkitError, match=r"threshold: expected a positive number, as 0\.1 for 10 %, got 0"):
         tools.study(arrays, schemes, threshold=0)
+
+
+def test_quartiles_and_halves_are_those_of_plain_numpy(arrays):
+    """Errors of heads in a half of the tokens; with queries, of the tokens whose queries measure them."""
+    keys = {name: arrays[name] for name in ("key", "value")}
+    names = "int4:g32,q4_0,int8:g32,int4:g32+hadamard"
+    found = tools.study(keys, names)
+    for one in found.summary:
+        own = [row["relative_rms"] for row in found.rows if row["scheme"] == one.scheme]
+        assert one.quartiles == np.percentile(own, (25, 50, 75)).tolist()
+        for half, part in enumerate((slice(None, TOKENS // 2), slice(TOKENS // 2, None))):
+            [cut] = tools.study({name: each[:, part] for name, each in keys.items()}, one.scheme).rows[::12]
+            [row] = [row for row in found.rows if row["scheme"] == one.scheme][::12]
+            assert row["halves"][half] == pytest.approx(cut["relative_rms"], rel=1e-5)
+    halves = np.array([one.halves for one in found.summary])
+    for i, one in enumerate(found.summary):
+        order = [np.sign(halves[i] - other) for j, other in enumerate(halves) if i != j]
+        assert one.order_holds == np.mean([first == second for first, second in order])
+    seen = tools.study(arrays, names)
+    for half, part in enumerate((slice(0, 1), slice(1, 2))):  # of two sequences with as many queries
+        begin, end = ((0, 40), (40, TOKENS))[half]
+        cut = {name: each[:, begin:end] for name, each in keys.items()}
+        alone = tools.study(cut | {"query": arrays["query"][:, part]}, names)
+        for one, other in zip(seen.summary, alone.summary, strict=True):
+            assert one.halves[half] == pytest.approx(other.output_error, rel=1e-4)
+    assert "contexts have 40 tokens or more: short contexts rank schemes badly" in seen.notes
+    headings = markdown(seen, []).splitlines()[4]
+    assert "heads 25-75 %" in headings
+    assert "order holds" in headings
 
 
 BROWSER = "chromium", "--headless", "--no-sandbox", "--disable-gpu"

@@ -157,6 +157,26 @@ def test_budgets(arrays):
     assert counts == eviction.budgets("pyramid", layers=2, tokens=1000, keep=0.5).tolist()
 
 
+@pytest.mark.parametrize("scheme", ["int4:g32", "q8_0", "e4m3", "mxfp4", "int4:g32+hadamard"])
+@pytest.mark.parametrize("budget", ["uniform", "ada"])
+def test_tokens_that_are_encoded_once_give_what_new_prompts_give(arrays, monkeypatch, scheme, budget):
+    """A scheme that encodes each token by itself needs no new prompt for every policy; nor far-off scores."""
+    arrays["key"][0, 3] *= 40  # the tokens that most queries look at, and that knorm evicts
+    evict = [f"{name}@{share}+{scheme}" for name in ("knorm", "snapkv(window=4)") for share in (0.5, 0.2)]
+    found = tools.study(arrays, evict=[*evict, "knorm@0.5"], budget=budget, judge=JUDGE)
+    monkeypatch.setattr(evicting, "by_token", lambda policy: policy.schemes is policies.UNCODED)
+    prompts = tools.study(arrays, evict=[*evict, "knorm@0.5"], budget=budget, judge=JUDGE)
+    assert [one.bits for one in found.summary] == [one.bits for one in prompts.summary]
+    for one, other in zip(sorted_rows(found), sorted_rows(prompts), strict=True):
+        for name, number in one.items():
+            close = pytest.approx(number, rel=1e-4, abs=1e-5) if isinstance(number, (float, list)) else number
+            assert other[name] == close, name
+
+
+def sorted_rows(found):
+    return sorted(found.rows, key=lambda row: (row["scheme"], row["layer"], row["side"], row["head"]))
+
+
 def test_schemes_go_with_every_policy(arrays):
     found = tools.study(arrays, "float16,int8:g32", evict="none,knorm@0.5,keydiff@0.5+q8_0")
     assert [one.scheme for one in found.summary] == [

@@ -8,8 +8,12 @@ The last queries of a context are the *judging* queries: they measure the error,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,9 +23,10 @@ from kvkit.eviction import SCORERS, budgets, scores, select
 from kvkit.eviction.inputs import scores_array
 from kvkit.eviction.selection import Kept, kept_count
 from kvkit.rope import Rope
-from kvkit.tools.readers import LayerReader, SideReader
-from kvkit.tools.studies.measures import JUDGING, ONE_THREAD, AttentionSums, SideErrors, code_parts, product
-from kvkit.tools.studies.policies import ORACLE, RANDOM, SEEDS, UNCODED, Policy, StudyPlan
+from kvkit.tools.readers import LayerReader
+from kvkit.tools.studies.kept_tokens import ExactAttention, attend_exactly, code_tokens, compare_kept
+from kvkit.tools.studies.measures import JUDGING, AttentionSums, SideErrors, TokenErrors
+from kvkit.tools.studies.policies import ORACLE, RANDOM, SEEDS, UNCODED, Policy, StudyPlan, scheme_of
 from kvkit.typed import Array
 
 SIDES = "keys", "values"
@@ -49,23 +54,7 @@ class KeptRows(NamedTuple):
     rows: Array  # ascending [heads, count]
 
 
-class CodedRows(NamedTuple):
-    """Holds the kept rows of some heads before and after a scheme, [heads, count, dim]."""
-
-    keys: Array
-    decoded_keys: Array
-    decoded_values: Array
-
-
-class ExactAttention(NamedTuple):
-    """Holds the attention of R judging queries for each of H key heads."""
-
-    queries: Array  # divided by sqrt(D) [H, R, D]
-    last: Array  # the last token that each query sees [R]
-    weights: Array  # [H, n, R]
-    log_sums: Array  # [H, R]
-    top: Array  # the token of the largest weight [H, R]
-    output: Array  # [H, R, Dv]
+Entry = tuple[Policy, list[list[KeptRows]]]  # a policy, and the groups of rows that it keeps of each context
 
 
 class JudgedContext(NamedTuple):
@@ -107,59 +96,56 @@ def contexts_of(layer: LayerReader, judge: int | None) -> Iterator[JudgedContext
         yield JudgedContext(keys, values, end - begin - count, selecting, exact)
 
 
-def attend_exactly(keys: Array, values: Array, query: Array) -> ExactAttention:
-    """Compute the attention of the judging queries [count, Hq, D] over a sequence."""
-    heads, tokens, dim = keys.shape
-    count = len(query)
-    rows = query.reshape(count, heads, -1, dim).transpose(1, 2, 0, 3).reshape(heads, -1, dim)
-    rows = rows / np.float32(np.sqrt(dim))
-    last = np.tile(np.arange(tokens - count, tokens), rows.shape[1] // count)
-    weights = product(keys, rows.swapaxes(1, 2))
-    log_sums, _ = softmax_in_place(weights, np.arange(tokens), last)
-    return ExactAttention(rows, last, weights, log_sums, weights.argmax(1), weighted(weights, values))
-
-
-def softmax_in_place(logits: Array, tokens: Array, last: Array) -> tuple[Array, Array]:
-    """Replace logits [H, m, R] of ascending tokens [m] by weights; return (log sums, largest logits), [H, R].
-
-    Tokens after the last one that a query sees have the weight 0.
-    """
-    first = int(np.searchsorted(tokens, last.min(initial=0) + 1))  # some query does not see this token
-    logits[:, first:][:, tokens[first:, None] > last] = -np.inf
-    most = logits.max(1, keepdims=True)
-    np.exp(np.subtract(logits, most, out=logits), out=logits)
-    sums = logits.sum(1, dtype=np.float64)
-    logits /= sums[:, None].astype(np.float32)
-    return most[:, 0] + np.log(sums), most[:, 0]
-
-
-def weighted(weights: Array, values: Array) -> Array:
-    """Return the sums of values [H, m, Dv] with weights [H, m, R], float32 [H, R, Dv]."""
-    heads, tokens, rows = weights.shape
-    result = np.zeros((heads, rows, values.shape[2]), np.float32)
-    size = max(ONE_THREAD // (rows * values.shape[2]), 64)
-    for begin in range(0, tokens, size):
-        part = slice(begin, begin + size)
-        result += product(weights[:, part].swapaxes(1, 2), values[:, part])
-    return result
-
-
 def study_policies(
-    layer: LayerReader, contexts: Sequence[JudgedContext], policies: Sequence[Policy], plan: StudyPlan,
-    place: HeadPlace,
+    layer: LayerReader, contexts: Sequence[JudgedContext], plan: StudyPlan, place: HeadPlace,
+    threads: Executor,
 ) -> dict[str, Measured]:  # fmt: skip
-    """Measure policies with equal scores; return {name: result}."""
-    results: dict[str, list[Measured]] = {policy.name: [] for policy in policies}
-    policy = policies[0]
-    try:
-        for policy, groups in kept_rows(contexts, policies, plan, place):
-            results[policy.name].append(measured(layer, contexts, groups, policy))
-    except KvkitError as error:
-        raise KvkitError(f"{policy.name}, {layer.name}: {error}") from error
-    except Exception as error:  # a user's scheme may raise anything
-        cause = f"{type(error).__name__} ({error})"
-        raise argument_error(f"scheme {policy.name}", f"to code {layer.name}", cause) from error
+    """Measure all policies; return {name: result}.
+
+    Policies with one scheme are measured together, for each head: a scheme that encodes tokens by themselves
+    encodes all tokens once, whichever a policy keeps.
+    """
+
+    def selected(policies: Sequence[Policy]) -> list[Entry]:
+        with errors_of(policies[0].name, layer.name):
+            return list(kept_rows(contexts, policies, plan, place))
+
+    by_scheme: dict[str, list[Entry]] = {}
+    for entry in itertools.chain(*threads.map(selected, plan.groups())):
+        by_scheme.setdefault(scheme_of(entry[0]), []).append(entry)
+    jobs: list[Any] = []
+    for entries in by_scheme.values():
+        if by_token(entries[0][0]):
+            jobs += [(entries, h) for h in range(layer.key.heads)]
+        else:
+            jobs += [([entry], None) for entry in entries]
+    found: dict[int, list[Measured]] = {}  # the measured parts of each entry
+    for (entries, _), parts in zip(
+        jobs, threads.map(partial(measure_job, layer, contexts), jobs), strict=True
+    ):
+        for entry, part in zip(entries, parts, strict=True):
+            found.setdefault(id(entry), []).append(part)
+    results: dict[str, list[Measured]] = {}
+    for entry in itertools.chain(*by_scheme.values()):
+        results.setdefault(entry[0].name, []).append(joined(found[id(entry)]))
     return {name: mean_of(each) for name, each in results.items()}
+
+
+def by_token(policy: Policy) -> bool:
+    """Return whether a policy's schemes encode each token by itself, or change nothing."""
+    return policy.schemes is UNCODED or all(getattr(each, "by_token", False) for each in policy.schemes)
+
+
+@contextmanager
+def errors_of(name: str, layer: str) -> Iterator[None]:
+    """Name the policy and the layer in errors; a user's scheme may raise anything."""
+    try:
+        yield
+    except KvkitError as error:
+        raise KvkitError(f"{name}, {layer}: {error}") from error
+    except Exception as error:
+        cause = f"{type(error).__name__} ({error})"
+        raise argument_error(f"scheme {name}", f"to code {layer}", cause) from error
 
 
 def kept_rows(
@@ -254,107 +240,102 @@ def short_window(policy: Policy, queries: Array | None) -> int | None:
     return None if window.default is window.empty or window.default <= count else count
 
 
-def measured(
-    layer: LayerReader, contexts: Sequence[JudgedContext], kept: Sequence[Sequence[KeptRows]], policy: Policy
+def measure_job(layer: LayerReader, contexts: Sequence[JudgedContext], job: Any) -> list[Measured]:
+    """Measure (entries of one scheme, a head), or ([one entry], None) over all heads."""
+    entries, head = job
+    with errors_of(entries[0][0].name, layer.name):
+        if head is None:
+            return [measure_prompts(layer, contexts, *entries[0])]
+        return measure_head(layer, contexts, entries, head)
+
+
+def measure_head(
+    layer: LayerReader, contexts: Sequence[JudgedContext], entries: Sequence[Entry], h: int
+) -> list[Measured]:
+    """Measure a head for entries with one scheme, which encodes each token by itself, or with none."""
+    schemes, readers = entries[0][0].schemes, (layer.key, layer.value)
+    coded = schemes is not UNCODED
+    errors = [[SideErrors(1) for _ in SIDES] for _ in entries]
+    attention = [AttentionSums() for _ in entries]
+    counts, bits = np.zeros(len(entries), np.int64), np.zeros(len(entries))
+    for number, context in enumerate(contexts):
+        sides, decoded = (context.keys[h], context.values[h]), []
+        kept = [rows_of_head(groups[number], h) for _, groups in entries]
+        bits_of_token = 0.0 if coded else float(sum(side.dim * side.bits for side in readers))
+        for side, scheme, reader in zip(range(len(SIDES) * coded), schemes, readers, strict=False):
+            of_tokens = TokenErrors()
+            decoded.append(code_tokens(scheme, sides[side][None], reader, of_tokens)[0])
+            for own, at in zip(errors, kept, strict=True):
+                of_tokens.add_to(own[side], at)
+            bits_of_token += of_tokens.bits / len(sides[side])
+        counts += [len(at) for at in kept]
+        bits += [len(at) * bits_of_token for at in kept]
+        if context.exact is not None:
+            found = compare_kept(context.exact, h, sides, decoded or None, kept)
+            for sums, measures in zip(attention, found, strict=True):
+                sums.add(measures, context.exact.judging)
+    return [
+        as_measured(own, each, slice(h, h + 1), int(count), float(stored), coded=coded)
+        for own, each, count, stored in zip(errors, attention, counts, bits, strict=True)
+    ]
+
+
+def measure_prompts(
+    layer: LayerReader, contexts: Sequence[JudgedContext], policy: Policy, kept: Sequence[Sequence[KeptRows]]
 ) -> Measured:
-    """Measure the kept rows, encoded as new prompts; `kept` has the rows of each context."""
-    rows: list[dict[str, Any]] = []
-    bits, sums = 0, np.zeros((2, 2))
-    coded, readers = policy.schemes is not UNCODED, (layer.key, layer.value)
-    for own_of_contexts in zip(*kept, strict=True):
-        heads = own_of_contexts[0].heads
+    """Measure kept rows that are encoded together, as new prompts; `kept` has the groups of each context."""
+    parts = []
+    for of_contexts in zip(*kept, strict=True):
+        heads = of_contexts[0].heads
         errors = [SideErrors(heads.stop - heads.start) for _ in SIDES]
-        attention, tokens_kept = AttentionSums(), 0
-        for context, own in zip(contexts, own_of_contexts, strict=True):
-            tokens_kept += own.rows.shape[1]
-            own_codes = None
-            if coded:
-                sides = [take_rows(side[heads], own.rows) for side in (context.keys, context.values)]
-                decoded = [code(*each) for each in zip(policy.schemes, sides, readers, errors, strict=True)]
-                own_codes = CodedRows(sides[0], *decoded)
-            else:
-                bits += own.rows.size * sum(side.dim * side.bits for side in readers)
-            if context.exact is not None:
-                attention.add(compare_kept(context.exact, context.values, own, own_codes))
-        bits += sum(each.bits for each in errors)
-        sums += [(each.errors.sum(), each.squares.sum()) for each in errors]
-        found = [each.by_head() if coded else (UNCHANGED for _ in each.squares) for each in errors]
-        found += [attention.by_head()] * bool(attention.count)
-        for side, of_heads in zip((*SIDES, "attention"), found, strict=False):
-            for h, row in enumerate(of_heads, heads.start):
-                rows.append({"head": h, "side": side, **row, "tokens_kept": tokens_kept})
-    return Measured(rows, bits, sums)
+        attention, count = [AttentionSums() for _ in range(heads.start, heads.stop)], 0
+        for context, own in zip(contexts, of_contexts, strict=True):
+            count += own.rows.shape[1]
+            sides = [take_rows(side[heads], own.rows) for side in (context.keys, context.values)]
+            each = zip(policy.schemes, sides, (layer.key, layer.value), errors, strict=True)
+            decoded = [code_tokens(*arguments) for arguments in each]
+            for i, rows in enumerate(own.rows):
+                if context.exact is None:
+                    break
+                h = heads.start + i
+                both, coded = (context.keys[h], context.values[h]), [side[i] for side in decoded]
+                [measures] = compare_kept(context.exact, h, both, coded, [rows], rows)
+                attention[i].add(measures, context.exact.judging)
+        bits = sum(side.bits for side in errors)
+        together = AttentionSums.joined(attention)
+        parts.append(as_measured(errors, together, heads, count, bits, coded=True))
+    return joined(parts)
+
+
+def as_measured(
+    errors: Sequence[SideErrors], attention: AttentionSums, heads: slice, count: int, bits: float, *,
+    coded: bool,
+) -> Measured:  # fmt: skip
+    """Return what was measured of some heads that keep `count` tokens."""
+    rows: list[dict[str, Any]] = []
+    found: list[Any] = [each.by_head() if coded else (UNCHANGED for _ in each.squares) for each in errors]
+    found += [attention.by_head()] * bool(attention.count)
+    for side, of_heads in zip((*SIDES, "attention"), found, strict=False):
+        for h, row in enumerate(of_heads, heads.start):
+            rows.append({"head": h, "side": side, **row, "tokens_kept": count})
+    return Measured(rows, bits, np.array([(each.errors.sum(), each.squares.sum()) for each in errors]))
+
+
+def joined(parts: Sequence[Measured]) -> Measured:
+    """Return the results of heads as one."""
+    rows, bits, sums = zip(*parts, strict=True)
+    return Measured(list(itertools.chain(*rows)), sum(bits), np.sum(sums, 0))
+
+
+def rows_of_head(groups: Sequence[KeptRows], h: int) -> Array:
+    """Return the rows that a head keeps."""
+    group = next(each for each in groups if each.heads.start <= h < each.heads.stop)
+    return group.rows[h - group.heads.start]
 
 
 def take_rows(states: Array, at: Array) -> Array:
     """Return the rows `at` [H, m] of each head of states [H, n, D]."""
-    result = np.empty((*at.shape, states.shape[2]), states.dtype)
-    for h, rows in enumerate(at):
-        np.take(states[h], rows, axis=0, out=result[h], mode="clip")  # "clip" skips the check of indices
-    return result
-
-
-def code(scheme: Any, x: Array, side: SideReader, errors: SideErrors) -> Array:
-    """Encode rows [H, m, D] as a new prompt and return them decoded."""
-    tokens = x.swapaxes(0, 1)
-    if not len(tokens):
-        return x
-    reader = SideReader(tokens.__getitem__, len(tokens), tokens.shape[1], tokens.shape[2], side.bits)
-    parts = list(code_parts(scheme, reader, errors))
-    return np.ascontiguousarray(np.concatenate(parts).swapaxes(0, 1))
-
-
-def compare_kept(
-    exact: ExactAttention, values: Array, kept: KeptRows, coded: CodedRows | None
-) -> dict[str, Array]:
-    """Return {measure: [heads, queries]} of what attention loses if only some rows are kept."""
-    found = []
-    for h, rows in enumerate(kept.rows):  # one head at a time fits into the processor's caches
-        head = slice(kept.heads.start + h, kept.heads.start + h + 1)
-        own = None if coded is None else CodedRows(*(side[h : h + 1] for side in coded))
-        found.append(compare_head(exact, values, head, rows, own))
-    return {name: np.concatenate([each[name] for each in found]) for name in found[0]}
-
-
-def compare_head(
-    exact: ExactAttention, values: Array, head: slice, at: Array, coded: CodedRows | None
-) -> dict[str, Array]:
-    """Return the measures of `compare_kept` for one head, which keeps the rows `at`, ascending [m].
-
-    With exact scores S and weights P, and S' and P' from decoded keys of the kept rows, the divergence is
-
-        kept = sum of P over kept rows            L, L' = log-sum-exp of S, S' over kept rows
-        kl   = -log(kept) + KL(P / kept, P')      KL(P / kept, P') = -(sum of P / kept (S' - S)) - L + L'
-
-    Without a scheme P' is P / kept, and only the first term remains.
-    """
-    output, last, top = exact.output[head], exact.last, exact.top[head]
-    weights = take_rows(exact.weights[head], at[None])  # P [1, m, R]
-    kept = weights.sum(1, dtype=np.float64)  # [1, R]
-    lost = -np.log(np.maximum(kept, np.finfo(np.float64).tiny))
-    place = np.minimum(np.searchsorted(at, top), len(at) - 1)  # where the top key is among the kept rows
-    changed = at[place] != top
-    if coded is None:
-        found = weighted(weights, take_rows(values[head], at[None])) / kept[..., None]
-        logit, divergence = np.zeros_like(kept), lost
-    else:
-        rows = exact.queries[head].swapaxes(1, 2)
-        scores, lossy_scores = product(coded.keys, rows), product(coded.decoded_keys, rows)  # [1, m, R]
-        change = np.subtract(lossy_scores, scores, out=scores)
-        first = int(np.searchsorted(at, last.min(initial=0) + 1))
-        hidden = at[first:, None] > last
-        change[:, first:][:, hidden] = 0
-        within = -np.einsum("hmr,hmr->hr", weights, change) / kept - exact.log_sums[head] + lost
-        logit = np.abs(change, out=change).sum(1) / (len(at) - hidden.sum(0))
-        at_top = np.take_along_axis(lossy_scores, place[:, None], 1)[:, 0]
-        log_sums, most = softmax_in_place(lossy_scores, at, last)  # now P'
-        divergence = lost + np.maximum(within + log_sums, 0)
-        found = weighted(lossy_scores, coded.decoded_values)
-        changed |= at_top < most
-    return {
-        "logit": logit, "kl": divergence, "output": ((found - output) ** 2).sum(-1),
-        "norm": (output**2).sum(-1), "top_changed": changed, "weight": kept,
-    }  # fmt: skip
+    return np.stack([side[rows] for side, rows in zip(states, at, strict=True)])
 
 
 def notes_of(layer: LayerReader, plan: StudyPlan) -> tuple[str, ...]:

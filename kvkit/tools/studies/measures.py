@@ -31,46 +31,107 @@ MEANS = {  # {sum: name of its mean}
 ZERO_MARK = 2**32
 
 
+def measure_tokens(x: np.ndarray, decoded: np.ndarray) -> np.ndarray:
+    """Return squares, squared errors, largest errors and cosines [4, tokens, heads] of decoded tokens."""
+    error = decoded - x
+    squares, decoded_squares, products, errors = (
+        np.einsum("thd,thd->th", *pair) for pair in ((x, x), (decoded, decoded), (x, decoded), (error, error))
+    )
+    norms = np.sqrt(squares * decoded_squares)
+    cosines = np.where(squares == decoded_squares, np.float32(1), np.float32(0))  # if a vector is 0
+    np.divide(products, norms, out=cosines, where=norms > 0)
+    return np.stack((squares, errors, np.maximum(error.max(2), -error.min(2)), cosines))
+
+
 class SideErrors:
     """Sums squares, errors and cosines over the tokens of a side, for each head."""
 
-    def __init__(self, heads: int) -> None:
-        self.squares, self.errors, self.largest, self.cosines = np.zeros((4, heads))
+    def __init__(self, heads: int, tokens: int | None = None) -> None:
+        self.halves = np.zeros((2, 2, heads))  # [squares or errors, half of the tokens, heads]
+        self.largest, self.cosines = np.zeros((2, heads))
+        self.middle = None if tokens is None else tokens // 2
         self.tokens = self.codes_of_head = 0
         self.marks: Any = None  # sum of marks of each head; None without codes
         self.bits = 0
 
+    @property
+    def squares(self) -> np.ndarray:
+        """Return the sum of squares of each head."""
+        return self.halves[0].sum(0)
+
+    @property
+    def errors(self) -> np.ndarray:
+        """Return the sum of squared errors of each head."""
+        return self.halves[1].sum(0)
+
     def add(self, x: np.ndarray, decoded: np.ndarray) -> None:
         """Add tokens x [tokens, heads, dim] with the decoded tokens."""
-        error = decoded - x
-        squares, decoded_squares, products = (
-            np.einsum("thd,thd->th", *pair) for pair in ((x, x), (decoded, decoded), (x, decoded))
-        )
-        self.squares += squares.sum(0)
-        self.errors += np.einsum("thd,thd->h", error, error)
-        self.largest = np.maximum(self.largest, np.abs(error).max((0, 2), initial=0))
-        norms = np.sqrt(squares * decoded_squares)
-        without_norm = np.where(squares == decoded_squares, 1.0, 0.0)  # cosines if a vector is 0
-        self.cosines += np.divide(products, norms, out=without_norm, where=norms > 0).sum(0)
-        self.tokens += len(x)
+        self.add_measures(measure_tokens(x, decoded))
+
+    def add_measures(self, measures: np.ndarray) -> None:
+        """Add the measures of tokens, in order."""
+        count = measures.shape[1]
+        first = count if self.middle is None else min(max(self.middle - self.tokens, 0), count)
+        for half, part in enumerate((slice(0, first), slice(first, count))):
+            self.halves[:, half] += measures[:2, part].sum(1, dtype=np.float64)
+        self.largest = np.maximum(self.largest, measures[2].max(0, initial=0))
+        self.cosines += measures[3].sum(0, dtype=np.float64)
+        self.tokens += count
 
     def add_codes(self, codes: np.ndarray, marks: np.ndarray) -> None:
         """Count codes [tokens, heads, elements] by their marks; ``marks[code]`` is the mark of a code."""
-        found = marks[codes].sum(0).sum(-1)
+        self.add_marks(marks[codes].sum(0).sum(-1), codes[:, 0].size)
+
+    def add_marks(self, found: np.ndarray, codes_of_head: int) -> None:
+        """Add sums of marks [heads] of so many codes of each head."""
         self.marks = found if self.marks is None else self.marks + found
-        self.codes_of_head += codes[:, 0].size
+        self.codes_of_head += codes_of_head
 
     def by_head(self) -> Iterator[dict[str, Any]]:
-        """Yield {measure: number} of each head."""
-        for h in range(len(self.squares)):
-            norm = self.squares[h]
-            yield {
-                "relative_rms": float(np.sqrt(self.errors[h] / norm)) if norm else float(self.errors[h] > 0),
+        """Yield {measure: number} of each head; "halves" has the errors of both halves of the tokens."""
+        errors, halves = relative(self.errors, self.squares), relative(self.halves[1], self.halves[0])
+        for h, error in enumerate(errors):
+            marks = None if self.marks is None else int(self.marks[h])
+            row = {
+                "relative_rms": float(error),
                 "largest_error": float(self.largest[h]),
                 "cosine": float(self.cosines[h] / max(1, self.tokens)),
-                "at_end": None if self.marks is None else int(self.marks[h]) % ZERO_MARK / self.codes_of_head,
-                "zero": None if self.marks is None else int(self.marks[h]) // ZERO_MARK / self.codes_of_head,
+                "at_end": None if marks is None else marks % ZERO_MARK / max(1, self.codes_of_head),
+                "zero": None if marks is None else marks // ZERO_MARK / max(1, self.codes_of_head),
             }
+            yield row if self.middle is None else row | {"halves": halves[:, h].tolist()}
+
+
+class TokenErrors:
+    """Holds the measures of each token of one head, to sum them over the tokens that policies keep."""
+
+    def __init__(self) -> None:
+        self.measures: list[np.ndarray] = []  # of parts, [4, tokens, 1]
+        self.marks: list[np.ndarray] = []  # of parts, [tokens]
+        self.codes_of_token = self.bits = 0
+
+    def add(self, x: np.ndarray, decoded: np.ndarray) -> None:
+        """Add tokens x [tokens, 1, dim] with the decoded tokens."""
+        self.measures.append(measure_tokens(x, decoded))
+
+    def add_codes(self, codes: np.ndarray, marks: np.ndarray) -> None:
+        """Count codes [tokens, 1, elements] by their marks."""
+        self.marks.append(marks[codes[:, 0]].sum(-1))
+        self.codes_of_token = codes.shape[2]
+
+    def add_to(self, errors: SideErrors, tokens: np.ndarray) -> None:
+        """Add the tokens of these indices."""
+        if len(self.measures) > 1:
+            self.measures = [np.concatenate(self.measures, 1)]
+            self.marks = [np.concatenate(self.marks)] if self.marks else []
+        errors.add_measures(self.measures[0][:, tokens])
+        if self.marks:
+            errors.add_marks(self.marks[0][tokens].sum(keepdims=True), len(tokens) * self.codes_of_token)
+
+
+def relative(errors: np.ndarray, squares: np.ndarray) -> np.ndarray:
+    """Return the roots of errors / squares; where all numbers are 0, whether there is any error."""
+    return np.sqrt(np.divide(errors, squares, out=(errors > 0).astype(float), where=squares > 0))
 
 
 def marks_of(code: Any) -> Any:
@@ -108,7 +169,7 @@ def decode_like(scheme: Any, arrays: Any, like: np.ndarray) -> np.ndarray:
     return found
 
 
-def code_parts(scheme: Any, side: SideReader, errors: SideErrors) -> Iterator[np.ndarray]:
+def code_parts(scheme: Any, side: SideReader, errors: SideErrors | TokenErrors) -> Iterator[np.ndarray]:
     """Encode and decode a side, part by part; add errors and bits, and yield the decoded tokens."""
     (scheme,), parts = prepare_schemes(0, side.tokens, (scheme, side))
     for part, x in zip(parts, floats(side, parts), strict=True):
@@ -261,7 +322,7 @@ def attention_errors(layer: LayerReader, *schemes: Any, judge: int = JUDGING) ->
     sums = AttentionSums()
     for query, begin, end in zip(layer.queries or (), layer.starts, layer.starts[1:], strict=False):
         query = np.asarray(query[-min(judge, JUDGING) :], np.float32)
-        sums.add(compare_attention(layer, query, begin, end, *schemes))
+        sums.add(compare_attention(layer, query, begin, end, *schemes), len(query))
     return sums
 
 
@@ -270,12 +331,15 @@ class AttentionSums:
 
     def __init__(self) -> None:
         self.sums: dict[str, np.ndarray] = {}
+        self.by_token: list[np.ndarray] = []  # [output or norm, heads, judging tokens] of each sequence
         self.count = 0
 
-    def add(self, numbers: Mapping[str, np.ndarray]) -> None:
-        """Add {measure: [heads, rows]}."""
+    def add(self, numbers: Mapping[str, np.ndarray], tokens: int) -> None:
+        """Add {measure: [heads, query heads of a key head x tokens]}."""
         for name, each in numbers.items():
             self.sums[name] = self.sums.get(name, np.zeros(1)) + each.sum(1, dtype=np.float64)
+        pair = np.stack((numbers["output"], numbers["norm"]))
+        self.by_token.append(pair.reshape(2, len(numbers["norm"]), -1, tokens).sum(2, dtype=np.float64))
         self.count += numbers["kl"].shape[1]
 
     @property
@@ -284,9 +348,27 @@ class AttentionSums:
         squares = self.sums["norm"].sum()
         return float(np.sqrt(self.sums["output"].sum() / squares)) if squares else 0.0
 
-    def by_head(self) -> Iterator[dict[str, float]]:
-        """Yield {measure: mean} of each head; of outputs the relative error."""
-        for h, norm in enumerate(self.sums["norm"]):
+    @classmethod
+    def joined(cls, heads: Sequence[AttentionSums]) -> AttentionSums:
+        """Return the sums of several heads, each of which had its own."""
+        found = cls()
+        found.count = heads[0].count
+        found.sums = {name: np.concatenate([each.sums[name] for each in heads]) for name in heads[0].sums}
+        parts = zip(*(each.by_token for each in heads), strict=True)
+        found.by_token = [np.concatenate(each, 1) for each in parts]
+        return found
+
+    def by_head(self) -> Iterator[dict[str, Any]]:
+        """Yield {measure: mean} of each head; of outputs the relative error.
+
+        "halves" has this error for both halves of the tokens whose queries judge; one token has none.
+        """
+        by_token = np.concatenate(self.by_token, 2)
+        middle = by_token.shape[2] // 2
+        halves = np.stack([by_token[..., part].sum(2) for part in (slice(middle), slice(middle, None))], 2)
+        (norms, of_halves) = by_token[1].sum(1), relative(*halves)
+        for h, norm in enumerate(norms):
             means = {name: float(each[h] / self.count) for name, each in self.sums.items()}
-            means["output"] = float(np.sqrt(self.sums["output"][h] / norm)) if norm else 0.0
-            yield {MEANS[name]: means[name] for name in MEANS if name in means}
+            means["output"] = float(np.sqrt(by_token[0, h].sum() / norm)) if norm else 0.0
+            own = {"halves": of_halves[h].tolist()} if middle else {}
+            yield {MEANS[name]: means[name] for name in MEANS if name in means} | own

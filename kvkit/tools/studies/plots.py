@@ -242,5 +242,5 @@ def channels(study: StudyRecord, Figure: Any) -> Any:
     ax.set_xlabel("mean magnitude of a key channel / median of its head")
     ax.set_ylabel("channels")
     if len(study.channels) <= 6:
-        ax.legend(frameon=False, fontsize=8)
+        ax.legend(frameon=False, fontsize=8, loc="upper right")
     return figure

@@ -47,6 +47,14 @@ class Summary:
         With eviction: how many tokens a head keeps on average, and their share of the weights of the judging
         queries. `scheme` is then the policy, such as "snapkv@0.5+int4:g32"; bits and bytes are divided by all
         tokens of the context, and errors of keys and values count kept tokens only.
+    quartiles : list of float or None
+        A quarter, half and three quarters of the heads have at most these errors: of outputs with queries,
+        otherwise of keys and values.
+    halves : list of float or None
+        The mean of this error over the first and the second half of the tokens; with queries, of the tokens
+        whose queries measure it.
+    order_holds : float or None
+        The share of the other schemes (or policies) that are better in both halves or worse in both.
     """
 
     scheme: str
@@ -68,6 +76,9 @@ class Summary:
     worst_output: float | None = None
     tokens_kept: float | None = None
     weight_kept: float | None = None
+    quartiles: list[float] | None = None
+    halves: list[float] | None = None
+    order_holds: float | None = None
 
     @property
     def evicts(self) -> bool:

@@ -30,6 +30,10 @@ END = (
     "At an end: codes at a limit of their range. With a scale taken from a group's maximum, one code of each "
     "group is at the limit (for int8:g8 one in 8); with a scale of 1, as for fp8, they have saturated"
 )
+ORDER = (
+    "Heads 25-75 %: the quartiles over heads of the error that the advice goes by. Order holds: the share of "
+    "the other schemes that are better, or worse, in both halves of the tokens"
+)
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2733; --paper: #ffffff; --line: #d5dbe1; --mark: #2a9d8f; }
 @media (prefers-color-scheme: dark) { :root { --ink: #d7dee6; --paper: #14181d; --line: #36404a; } }
@@ -163,6 +167,7 @@ def page(study: StudyRecord, drawn: dict[str, dict[str, str]]) -> str:
 {figures}
 <h2>By layer, head and side</h2>
 {sortable(table_of_heads(study))}
+<p>{escape(ORDER)}.</p>
 <p>{escape(END)}.</p>
 {notes}
 <script>{SCRIPT}</script>

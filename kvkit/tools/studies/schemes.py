@@ -32,6 +32,7 @@ class Cast:
     name: str
     dtype: np.dtype
     whole = False
+    by_token = True
 
     def encode(self, x: np.ndarray) -> dict[str, np.ndarray]:
         """Round numbers to the float type."""

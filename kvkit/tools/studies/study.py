@@ -18,7 +18,7 @@ from kvkit.tools.readers import CacheReader, LayerReader, open_cache
 from kvkit.tools.studies import evicting, measures, mixes, report
 from kvkit.tools.studies.policies import StudyPlan, Target, make_plan, make_target
 from kvkit.tools.studies.records import THRESHOLD, WORST, ChosenMix, StudyRecord, Summary, TableRow
-from kvkit.tools.studies.schemes import DEFAULT, MIXED, fitting_schemes
+from kvkit.tools.studies.schemes import DEFAULT, MIXED, Cast, fitting_schemes
 from kvkit.tools.studies.words import mix_in_words, table, worst_heads
 from kvkit.tools.tasks import Lazy, Mapper
 from kvkit.tools.text import columns
@@ -208,7 +208,7 @@ def study_layers(
         elif progress:
             progress(passes * opened.count, passes * opened.count)
     rows = [row for layer in layers for row in layer.rows]
-    summary = [summary_of(name, rows, layers) for name in layers[0].bits]
+    summary = with_order([summary_of(name, rows, layers) for name in layers[0].bits])
     outliers = [row for layer in layers for row in layer.outliers]
     channels = [{"layer": layer.name, "means": layer.channels} for layer in layers]
     named, notes, last = [layer.name for layer in layers], opened.notes, layers[-1]
@@ -216,6 +216,7 @@ def study_layers(
         notes = (f"the source is quantized ({opened.format}): only errors beyond its own are counted", *notes)
     if plan.value.policies:
         notes = (*evicting.notes_of(opened.layer(0), plan.value), *notes)
+    notes = (*notes, *notes_on_belief(opened.layer(0), plan.value))
     chosen = None if found is None else chosen_mix(found, plan.value, opened, layers, summary)
     return Study(
         opened.name, named, last.heads, last.tokens, summary,
@@ -323,17 +324,13 @@ def study_layer(source: Lazy, plan: Lazy, title: str, i: int) -> StudiedLayer:
             for head in range(layer.key.heads * bool(mixable))
         ]
         place = i, source.value.count
-        of_policies = [
-            threads.submit(evicting.study_policies, layer, contexts, group, chosen, place)
-            for group in chosen.groups()
-        ]
+        if chosen.policies:
+            found = evicting.study_policies(layer, contexts, chosen, place, threads)
         for side, (ratios, _) in zip(layer.sides, outliers_and_means, strict=True):
             for h, ratio in enumerate(ratios):
                 outliers.append({"layer": layer.name, "head": h, "side": side, "ratio": float(ratio)})
-        found = {each: job.result() for each, job in of_schemes.items()}
+        found |= {each: job.result() for each, job in of_schemes.items()}
         pairs = [job.result() for job in of_pairs]
-        for job in of_policies:
-            found |= job.result()
     for each in chosen.names:
         rows += [{"scheme": each, "layer": layer.name, **row} for row in found[each].rows]
     heads, tokens, (_, channels) = layer.key.heads, layer.key.tokens, outliers_and_means[0]
@@ -359,7 +356,7 @@ def study_scheme(
     stored, sums, output_error = [], [], None
     try:
         for (side, data), scheme in zip(layer.sides.items(), schemes, strict=False):
-            errors = measures.SideErrors(data.heads)
+            errors = measures.SideErrors(data.heads, data.tokens)
             for _ in measures.code_parts(scheme, data, errors):
                 pass  # only errors and bits are needed
             found += [{"head": h, "side": side, **row} for h, row in enumerate(errors.by_head())]
@@ -397,8 +394,44 @@ def summary_of(name: str, rows: list[TableRow], layers: list[StudiedLayer]) -> S
     means |= {of: mean(of, attention) for of in ("kl", "top_changed", "output_error", "logit_error")}
     means |= {"tokens_kept": mean("tokens_kept", own), "weight_kept": mean("weight_kept", own)}
     means["worst_output"] = max((row["output_error"] for row in attention), default=None)
+    judged, measure = (attention, "output_error") if attention else (sides, "relative_rms")
+    means["quartiles"] = np.percentile([row[measure] for row in judged], (25, 50, 75)).tolist()
+    if halves := [row["halves"] for row in judged if "halves" in row]:
+        means["halves"] = np.mean(halves, 0).tolist()
     return Summary(
         name, bits / sum(layer.elements for layer in layers), bits / 8 / layers[-1].tokens,
         key_error=errors[0], value_error=errors[1], worst_error=max(row["relative_rms"] for row in sides),
         largest_error=max(row["largest_error"] for row in sides), **means,
     )  # fmt: skip
+
+
+def with_order(summary: list[Summary]) -> list[Summary]:
+    """Return summaries with the share of schemes, or policies, that have the same order in both halves."""
+    found = []
+    for one in summary:
+        others = [each.halves for each in summary if each is not one and each.evicts == one.evicts]
+        if one.halves is None or None in others or not others:
+            found.append(one)
+            continue
+        (first, second), pairs = one.halves, [each for each in others if each]
+        alike = [np.sign(first - a) == np.sign(second - b) for a, b in pairs]
+        found.append(replace(one, order_holds=float(np.mean(alike))))
+    return found
+
+
+def notes_on_belief(layer: LayerReader, plan: StudyPlan) -> tuple[str, ...]:
+    """Return notes on short contexts, and on how bits of schemes without `stored` are counted."""
+    notes, shortest = [], min(np.diff(layer.starts))
+    if shortest < evicting.SHORT and not plan.policies:  # policies have a note on lengths
+        notes.append(f"contexts have {shortest:,} tokens or more: short contexts rank schemes badly")
+    if own := [name for name, *sides in plan.schemes if not all(map(counts_bits, sides))]:
+        notes.append(
+            f"bits of {', '.join(own)}: those of the arrays that encode returns, so codes of 4 bits count as "
+            "8 unless two share a byte (low | high << 4)"
+        )
+    return tuple(notes)
+
+
+def counts_bits(scheme: Any) -> bool:
+    """Return whether the bits of a scheme are known without its arrays."""
+    return hasattr(scheme, "stored") or isinstance(scheme, Cast)

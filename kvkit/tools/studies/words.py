@@ -14,7 +14,8 @@ COLUMNS = {  # {field: (heading, format of its numbers)}, the most important fir
     "bits": ("bits", ".2f"), "bytes_per_token": ("bytes a token", ",.0f"),
     "tokens_kept": ("tokens kept", ",.0f"), "weight_kept": ("weight kept", "%"),
     "perplexity": ("perplexity", ".2f"), "agreement": ("agreement", "%"),
-    "worst_output": ("worst output", ".4f"), "output_error": ("output", ".4f"), "kl": ("KL", ".2e"),
+    "worst_output": ("worst output", ".4f"), "output_error": ("output", ".4f"),
+    "quartiles": ("heads 25-75 %", ".4f"), "order_holds": ("order holds", "%"), "kl": ("KL", ".2e"),
     "top_changed": ("top changed", "%"), "logit_error": ("logit", ".2e"),
     "worst_error": ("worst head", ".4f"), "key_error": ("keys", ".4f"), "value_error": ("values", ".4f"),
     "relative_rms": ("error", ".4f"), "largest_error": ("largest error", ".3g"), "cosine": ("cosine", ".5f"),
@@ -67,8 +68,12 @@ def cells(numbers: Mapping[str, Any]) -> dict[str, str]:
     found = {}
     for name, (heading, form) in COLUMNS.items():
         number = numbers.get(name)
-        shown = "" if number is None else f"{100 * number:.2f} %" if form == "%" else format(number, form)
-        found[heading] = shown
+        if number is None:
+            found[heading] = ""
+        elif isinstance(number, list):  # quartiles
+            found[heading] = f"{number[0]:{form}}-{number[-1]:{form}}"
+        else:
+            found[heading] = f"{100 * number:.2f} %" if form == "%" else format(number, form)
     return found
 
 
