@@ -323,7 +323,7 @@ def as_measured(
 
 def joined(parts: Sequence[Measured]) -> Measured:
     """Return the results of heads as one."""
-    rows, bits, sums = zip(*parts, strict=True)
+    rows, bits, sums, *_ = zip(*parts, strict=True)
     return Measured(list(itertools.chain(*rows)), sum(bits), np.sum(sums, 0))
 
 
