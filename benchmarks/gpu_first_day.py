@@ -73,7 +73,8 @@ def attend_to_keys(package, rng):
 
 
 def rotated(package, rng):
-    return package.rotary_position_embedding(normal(rng, 1, 7, 8, DIM), normal(rng, 1, 7, 2, DIM), 5)
+    query, key = normal(rng, 1, 7, 8, DIM), normal(rng, 1, 7, 2, DIM)
+    return package.rotary_position_embedding(query, key, 5, interleaved=True)
 
 
 def latent(package, rng, heads):

@@ -193,10 +193,10 @@ def rope_back(
 ) -> Array: ...
 def rotary_position_embedding(
     query: Array, key: Array, start_pos: SupportsIndex, pad_len: Array | None = None, *,
-    rotary_dim: int = 0, interleaved: bool = True, cos: Array | None = None, sin: Array | None = None,
-    theta: float = 10000.0, bypass_key: bool = False, max_position_embeddings: int = 2048,
-    scaling_type: Literal["", "linear", "dynamic"] = "", scaling_factor: float = 1.0,
-    out: tuple[Array, Array] | None = None, stream: object = None
+    rotary_dim: int = 0, interleaved: bool | None = None, cos: Array | None = None,
+    sin: Array | None = None, theta: float = 10000.0, bypass_key: bool = False,
+    max_position_embeddings: int = 2048, scaling_type: Literal["", "linear", "dynamic"] = "",
+    scaling_factor: float = 1.0, out: tuple[Array, Array] | None = None, stream: object = None
 ) -> tuple[Array, Array]: ...
 def swap_blocks(
     source: Array, target: Array, pairs: Array, *, stream: object = None

@@ -58,7 +58,7 @@ class RotaryArguments(NamedTuple):
     """The angles by which heads are rotated at a position."""
 
     rotary_dim: int
-    interleaved: bool
+    interleaved: bool | None
     cos: Array | None
     sin: Array | None
     theta: float

@@ -67,6 +67,9 @@ def checked_rotation(
     scaling, bypass_key = rotary_scaling(arguments), flag("bypass_key", arguments.bypass_key)
     cos, sin = arguments.cos, arguments.sin
     tables = angle_tables(cos, sin, rotated, starts, first)
+    if arguments.interleaved is None:
+        wanted = "False for Llama, Qwen and most models (or Rope.from_config(config).rotate), True for PMX"
+        raise argument_error("interleaved", wanted, "None")
     halves = not flag("interleaved", arguments.interleaved)
     arrays = named_arrays(query=query, key=key)
     forms = {name: (array.shape, fmt.dtype) for name, array in arrays}

@@ -166,7 +166,9 @@ def rotary_position_embedding(
         An upper bound of the sequence lengths. It is checked, and changes no result.
     cos, sin : ndarray, shape [positions, R/2], optional
         As in `kvkit.rotary_position_embedding`.
-    rotary_dim, interleaved, theta, bypass_key, max_position_embeddings, scaling_type, scaling_factor, out
+    interleaved : bool
+        Whether pairs are neighbours, as in PMX.
+    rotary_dim, theta, bypass_key, max_position_embeddings, scaling_type, scaling_factor, out
         As in `kvkit.rotary_position_embedding`.
 
     Returns

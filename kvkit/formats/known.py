@@ -289,6 +289,11 @@ def named(format: str | Format, **options: Any) -> Format:
     if isinstance(format, Format):
         base = format
     else:
+        if "+" in str(format):
+            wanted = (
+                "a format without a rotation (`formats.rotate` turns rows; QuantizedCache and study take it)"
+            )
+            raise argument_error("format", wanted, repr(str(format)))
         name, *words = str(format).split(":")
         name = ALIASES.get(name, name)
         if name in UNREADABLE:

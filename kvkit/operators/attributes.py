@@ -57,7 +57,7 @@ ATTRIBUTES = {
         Attribute("return_key_weights", "return the sums of the weights that each key gets too"),
         Attribute("data_type", "dtype of the mask: float32, float16 or bfloat16"),
         Attribute("rotary_dim", "elements at the front of each head that are rotated, even; 0 for all"),
-        Attribute("interleaved", "pairs are elements 2i and 2i+1; if not, i and i + rotary_dim/2"),
+        Attribute("interleaved", "pairs are elements 2i and 2i+1; if not, i and i + rotary_dim/2", bool),
         Attribute("theta", "base of the frequencies"),
         Attribute("bypass_key", "copy keys as they are"),
         Attribute("max_position_embeddings", "end of a sequence beyond which 'dynamic' scales"),

@@ -118,7 +118,7 @@ def rotary_position_embedding(
     pad_len: ArrayLike | None = None,
     *,
     rotary_dim: int = 0,
-    interleaved: bool = True,
+    interleaved: bool | None = None,
     cos: Array | None = None,
     sin: Array | None = None,
     theta: float = 10000.0,
@@ -130,11 +130,12 @@ def rotary_position_embedding(
 ) -> Pair:
     """Rotate queries and keys by angles that grow with their positions.
 
-    Neighbouring elements of a head are pairs, as in GPT-J, GLM, Cohere and GGUF files of Llama. Llama, Qwen,
-    Mistral and Gemma in transformers pair halves: use `Rope.from_config`, or ``interleaved=False``.
+    Neighbouring elements of a head are pairs in PMX, GPT-J, GLM, Cohere and GGUF files of Llama. Llama, Qwen,
+    Mistral and Gemma in transformers pair halves: use `Rope.from_config`, or ``interleaved=False``. Nobody
+    can tell the two from arrays, so `interleaved` must be given, as PMX's own namespace need not.
 
-    Elements 2i and 2i+1 rotate by ``t * theta^(-2i/R)``, where t is the token's position and R is
-    ``rotary_dim``. Token s is at position ``start_pos + s - pad_len[b]``.
+    Pair i, elements 2i and 2i+1 or i and i + R/2, rotates by ``t * theta^(-2i/R)``, where t is the token's
+    position and R is ``rotary_dim``. Token s is at position ``start_pos + s - pad_len[b]``.
 
     Parameters
     ----------
@@ -148,7 +149,7 @@ def rotary_position_embedding(
         R, how many elements at the front of each head rotate, an even number. The others are copied. 0: all.
     interleaved : bool
         Whether pairs are neighbours. If not, elements i and i + R/2 are a pair, as in NeoX and, in most
-        engines, Llama models.
+        engines, Llama models. None is refused.
     cos, sin : ndarray, shape [positions, R/2], optional
         The cosine and sine of each pair at each position from 0 on, of any float type. If they are given,
         `theta` and the scaling arguments are not used.
@@ -181,7 +182,7 @@ def rotary_position_embedding(
     --------
     >>> import numpy as np, kvkit
     >>> tokens = np.ones((1, 2, 1, 4), np.float32)
-    >>> query, key = kvkit.rotary_position_embedding(tokens, tokens, 1, rotary_dim=2)
+    >>> query, key = kvkit.rotary_position_embedding(tokens, tokens, 1, rotary_dim=2, interleaved=True)
     >>> query[0, :, 0].round(3)
     array([[-0.301,  1.382,  1.   ,  1.   ],
            [-1.325,  0.493,  1.   ,  1.   ]], dtype=float32)

@@ -80,8 +80,8 @@ def test_arrays_of_the_device_stay_there(rng):
 
 def test_angles_are_numbers_of_floats(rng):
     query, key = (rng.standard_normal((1, 3, 1, 8)).astype(np.float32) for _ in range(2))
-    expected = kvkit.rotary_position_embedding(query, key, 5, theta=123.0)
-    found = kvkit_cuda.rotary_position_embedding(query, key, 5, theta=123.0)
+    expected = kvkit.rotary_position_embedding(query, key, 5, theta=123.0, interleaved=True)
+    found = kvkit_cuda.rotary_position_embedding(query, key, 5, theta=123.0, interleaved=True)
     assert all((a == b).all() for a, b in zip(found, expected, strict=True))
 
 

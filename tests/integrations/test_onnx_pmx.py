@@ -3,6 +3,8 @@
 The order of a node's inputs is written out here, from the specification.
 """
 
+import functools
+
 import numpy as np
 import pytest
 from onnx import helper, numpy_helper
@@ -77,6 +79,8 @@ def copies(feeds):
 
 
 def function_of(suffix, op_type):
+    if op_type == "RotaryPositionEmbedding" and not suffix:
+        return functools.partial(kvkit.rotary_position_embedding, interleaved=True)  # as PMX pairs
     return getattr(kvkit.dynamic_batching if suffix else kvkit, FUNCTIONS[op_type])
 
 

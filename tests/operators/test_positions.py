@@ -1,5 +1,6 @@
 """The position operators: the specification's vectors, the oracle, and independent formulations."""
 
+import functools
 import math
 import time
 import tracemalloc
@@ -110,7 +111,8 @@ def call(kind, rng, t1, lengths, heads=(3, 2), dim=24, start_pos=None, pads=Fals
         steps = [first]
         if pads:
             steps.append(rng.integers(0, first + seqlen + 3, len(lengths)))
-        pair = backends.operators.rotary_position_embedding, positions.rotary_position_embedding
+        rotate = functools.partial(backends.operators.rotary_position_embedding, interleaved=True)
+        pair = rotate, positions.rotary_position_embedding
     else:
         starts = np.cumsum([0, *(n for _, n in lengths)])
         shape = (int(starts[-1]),)
@@ -151,11 +153,23 @@ def test_given_cosines_and_sines(kind, interleaved, rng):
             run(*arrays, *steps, **tables | wrong)
 
 
+@pytest.mark.parametrize("given", [{}, {"interleaved": None}], ids=str)
+def test_pairs_have_no_default_outside_of_pmx(given, backend):
+    """A loop that leaves out the pairs would be silently wrong for Llama; PMX's own namespace has PMX's."""
+    x = np.ones((1, 1, 1, 4), np.float32)
+    with pytest.raises(kvkit.KvkitError, match=r"interleaved: expected False for Llama.*Rope\.from_config"):
+        backend.rotary_position_embedding(x, x, 1, **given)
+    dynamic = backend.dynamic_batching.rotary_position_embedding(x[0], x[0], [0, 1], [1], None)
+    static = backend.rotary_position_embedding(x, x, 1, interleaved=True)
+    assert_same(dynamic[0].ravel(), static[0].ravel())
+
+
 def one_token(x, t, **attrs):
     """Return a head at a position, after a check that both operators agree."""
     x = np.array(x, np.float32)
     static, packed = backends.operators, backends.operators.dynamic_batching
-    query, key = static.rotary_position_embedding(x[None, None, None], x[None, None, None], t, **attrs)
+    how = {"interleaved": True} | attrs
+    query, key = static.rotary_position_embedding(x[None, None, None], x[None, None, None], t, **how)
     packed = packed.rotary_position_embedding(x[None, None], x[None, None], [0, 1], [t], 1, **attrs)
     for other in (key, *packed):
         assert_same(other.ravel(), query.ravel())
@@ -194,8 +208,8 @@ def test_dynamic_scaling_begins_beyond_the_limit(backend):
     )
     assert (got == plain).all(axis=(1, 2)).tolist() == [True, True, False, True]
     x = x.reshape(2, 2, 1, 8)
-    plain, _ = backend.rotary_position_embedding(x, x, 11, [0, 1])
-    got, _ = backend.rotary_position_embedding(x, x, 11, [0, 1], **attrs)
+    plain, _ = backend.rotary_position_embedding(x, x, 11, [0, 1], interleaved=True)
+    got, _ = backend.rotary_position_embedding(x, x, 11, [0, 1], interleaved=True, **attrs)
     assert (got == plain).all(axis=(1, 2, 3)).tolist() == [False, True]
 
 
@@ -253,8 +267,9 @@ def test_rotary_of_all_threads(kind, t1, rng):
 def test_special_elements_stay_with_their_pair(backend):
     x = np.ones((1, 1, 1, 40), np.float32)
     x[..., 4], x[..., 20], x[..., 38] = np.nan, INF, -INF
-    query, _ = backend.rotary_position_embedding(x, x, 1, rotary_dim=36)
-    expected, _ = backend.rotary_position_embedding(np.ones_like(x), x, 1, rotary_dim=36)
+    rotate = functools.partial(backend.rotary_position_embedding, rotary_dim=36, interleaved=True)
+    query, _ = rotate(x, x, 1)
+    expected, _ = rotate(np.ones_like(x), x, 1)
     ordinary = np.isfinite(query.ravel())
     assert np.flatnonzero(~ordinary).tolist() == [4, 5, 20, 21, 38]
     assert_same(query.ravel()[ordinary], expected.ravel()[ordinary])

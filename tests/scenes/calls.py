@@ -186,7 +186,8 @@ CALLS = {
     "attention over codes": lambda: attention("dynamic_cache", attention_scenes.INT8),
     "merge": of("merge_attention_states", outputs=X, lses=X[..., 0]),
     "static rotary": of(
-        "rotary_position_embedding", query=X, key=X[:, :, :1], start_pos=4, pad_len=np.array([0, 1])
+        "rotary_position_embedding", query=X, key=X[:, :, :1], start_pos=4, pad_len=np.array([0, 1]),
+        interleaved=True,
     ),
     "rotary": of("dynamic_batching.rotary_position_embedding", query=X[0], key=X[0, :, :1], **STARTS),
     "positions": of("dynamic_batching.position_index", sequences=np.zeros(3, np.int64), **STARTS),

@@ -18,7 +18,9 @@ def static(new: Floats) -> float:
     whole, lse = kvkit.multi_head_attention(new, key, value, num_heads=2, head_dim=8, return_lse=True)
     merged, total = kvkit.merge_attention_states((whole, whole), [lse, lse])
     mask = kvkit.alibi_mask(3, 3, num_heads=2, data_type="float16")
-    query, _ = kvkit.rotary_position_embedding(new, new, 0, scaling_type="linear", scaling_factor=2)
+    query, _ = kvkit.rotary_position_embedding(
+        new, new, 0, interleaved=False, scaling_type="linear", scaling_factor=2
+    )
     return float(output.sum() + merged.sum() + total.sum() + query.sum() + mask[0, 0, 0])
 
 

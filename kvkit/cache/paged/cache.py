@@ -32,7 +32,7 @@ from kvkit.cache.layers.state import StateLayer
 from kvkit.cache.paged.latent import PagedLatentLayer
 from kvkit.cache.paged.layer import Batch, PagedLayer
 from kvkit.cache.paged.step import PagedStep
-from kvkit.cache.paged.store import PagedStore
+from kvkit.cache.paged.store import PagedStore, stored_format
 from kvkit.cache.stores import allocation
 from kvkit.checks.values import integer
 from kvkit.errors import argument_error, describe
@@ -62,6 +62,10 @@ class PagedCache(BaseCache):
         The sizes of the model's keys and values.
     dtype : dtype
         The dtype of keys, values and queries: float32, float16 or bfloat16.
+    format : str, optional
+        What blocks hold, in the grammar of all formats: ``"int8:g32"``, ``"int4"``, ``"fp8"``, ``"fp8:g32"``,
+        ``"e5m2"``, ``"q8_0"``, ``"q4_0"``, or the name of ``dtype``. It stands for the next four arguments,
+        which have the words of PMX's operators.
     quant_bit, quant_group : int
         0 stores keys and values unquantized; 8 and 4 store codes, one scale per ``quant_group`` elements.
     quant_format : {None, "e4m3", "e5m2", "q8_0", "q4_0"}
@@ -146,6 +150,7 @@ class PagedCache(BaseCache):
         head_dim: int,
         dtype: DTypeLike,
         *,
+        format: str | None = None,
         quant_bit: Literal[0, 4, 8] = 0,
         quant_group: int = 8,
         quant_format: str | None = None,
@@ -163,6 +168,13 @@ class PagedCache(BaseCache):
         if offload is not None:
             self.allocate = allocation.InFiles(offload)
         blocks = integer("num_blocks", num_blocks, 1), integer("page_size", page_size, 1)
+        if format is not None:
+            if quant_bit or quant_format:
+                raise argument_error("format", "None beside quant_bit or quant_format", repr(format))
+            quant_bit, quant_group, quant_format, found, scale_dtype = stored_format(format, dtype, head_dim)
+            if found and scale is not None:
+                raise argument_error("scale", f"None, because {format} computes scales", describe(scale))
+            scale = scale if found is None else found
         self.others = checked_others(others or {}, integer("num_layers", num_layers, 1))
         self.store = PagedStore(
             *blocks, num_layers - len(self.others), num_kv_heads, head_dim, dtype, quant_bit=quant_bit,

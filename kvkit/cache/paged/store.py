@@ -7,19 +7,40 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
+from kvkit.cache.layers.quant_spec import code_spec
 from kvkit.cache.stores.allocation import Allocate, copy_of, in_memory
 from kvkit.checks import attention, caches
 from kvkit.checks.arguments import CacheArguments
 from kvkit.checks.records import Context
 from kvkit.checks.values import choice, float_format, integer, text
 from kvkit.errors import argument_error, describe
-from kvkit.formats.elements import QUANTIZED, STORED
+from kvkit.formats.elements import FLOATS, QUANTIZED, STORED
+from kvkit.formats.known import ALIASES
 from kvkit.layouts import Layout
 from kvkit.layouts.pmx import DYNAMIC
 from kvkit.rope import NO_ROTATION
 from kvkit.typed import Array, Pair
 
 BLOCK_AXES = ("l", "kv", "block", "n", "h", "c")  # of `PagedStore.blocks`
+WANTED = "int8 or int4 (:g32), fp8 (:g32), e5m2, q8_0, q4_0 or the name of dtype, which blocks hold"
+
+
+def stored_format(name: str, dtype: DTypeLike, head_dim: int) -> tuple[Any, int, str | None, Any, str]:
+    """Return a format as quant_bit, quant_group, quant_format, scale and scale_dtype of PMX."""
+    plain = ALIASES.get(name, name) if isinstance(name, str) else name
+    if plain in map(str, FLOATS):
+        if plain != str(float_format("dtype", dtype)):
+            raise argument_error("format", f"{WANTED}, {float_format('dtype', dtype)}", repr(name))
+        return 0, 8, None, None, "float16"
+    specs = {code_spec(name, is_value) for is_value in (False, True)}
+    spec = specs.pop().fitted(head_dim)
+    is_pmx = spec.scheme == "sym" and spec.axis == "token" and spec.bits in (4, 8)
+    if specs or spec.rotation or not (spec.format or is_pmx):
+        raise argument_error("format", f"{WANTED} (a QuantizedCache takes it)", repr(name))
+    if spec.format is None:
+        return spec.bits, spec.group, None, None, spec.param_dtype
+    computes = STORED[spec.format].minifloat and spec.scale is None
+    return 0, spec.group, spec.format, "found" if computes else None, spec.param_dtype
 
 
 class PagedStore:

@@ -45,6 +45,7 @@ class PmxOperator(OpRun):
         function = op.function()
         names = [spec.name for spec in op.inputs if not spec.keyword]
         arguments = dict(zip(names, inputs, strict=False))
+        arguments |= {"interleaved": True} if op.name == "rotary_position_embedding" else {}  # PMX's pairs
         arguments |= {name: argument(name, value) for name, value in attributes.items()}
         try:
             if len(inputs) > len(names):

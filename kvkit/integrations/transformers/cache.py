@@ -88,7 +88,7 @@ class KvkitCache(Cache):
     **options
         Other arguments of the kind of cache: ``offload`` (a folder), except for paged ones; ``max_cache_len``
         for `kvkit.cache.StaticCache`; ``key``, ``value``, ``residual_length``, ``sink`` and ``read_back`` for
-        `QuantizedCache`; ``num_blocks``, ``page_size``, ``quant_bit`` and so on for `PagedCache`, whose sizes
+        `QuantizedCache`; ``num_blocks``, ``page_size``, ``format`` and so on for `PagedCache`, whose sizes
         and dtype are those of the first keys unless they are passed.
 
     Attributes

@@ -38,7 +38,7 @@ def static_rotation(
         inputs["pad_len"] = np.array(sizes.each(0, 3, 1))
     if given:
         inputs |= tables(rng, START + 5, sizes.dim // 2)
-    return Call("rotary_position_embedding", inputs, attributes)
+    return Call("rotary_position_embedding", inputs, {"interleaved": True} | attributes)
 
 
 def dynamic_rotation(rng: Generator, sizes: Sizes, dtype: str = "fp32", **attributes: Any) -> Call:

@@ -115,6 +115,8 @@ def replay(
         if case["operator"] not in OPERATORS:
             raise argument_error("operator", f"one of {', '.join(OPERATORS)}", brief(repr(case["operator"])))
         op, given = OPERATORS[case["operator"]], packs.arguments(folder, case)
+        if op.name == "rotary_position_embedding":
+            given = {"interleaved": True} | given  # packs of PMX do not say it
         known = {*IN_PYTHON, *(each.name for each in op.inputs), *(each.name for each in op.attributes)}
         unknown = [name for name in given if name not in known]
         if unknown:
