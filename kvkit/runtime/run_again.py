@@ -10,7 +10,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from kvkit.runtime.jit import INDEX, Code, callback, helper
-from kvkit.runtime.repeats import CONSTANT, FLAGS, HEADER, NUMBER, SLOT, STATES
+from kvkit.runtime.repeats import CONSTANT, FLAGS, HEADER, ITEMS, NUMBER, SLOT, STATES
 
 
 @intrinsic
@@ -89,7 +89,7 @@ def arguments_fit(state: Any, place: int, args: Any, nargs: int, names: int) -> 
         return False
     at = HEADER
     for i in range(named):
-        if words(names)[3 + i] != state[at + i]:
+        if words(names)[ITEMS + i] != state[at + i]:
             return False
     at += named
     for i in range(nargs + named):

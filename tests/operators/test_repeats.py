@@ -236,6 +236,7 @@ def changed(array, what):
     return array
 
 
+@pytest.mark.filterwarnings("ignore:Setting the .* on a NumPy array:DeprecationWarning")
 def test_arrays_that_change_their_form_in_place(rng, again):
     a, plan = arguments(rng), new_plan()
     learn(planned, a, plan)
