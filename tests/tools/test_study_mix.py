@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -157,6 +159,20 @@ def test_the_mix_is_a_row_of_the_table(arrays):
     assert found.to_dict()["mix"]["text"] == found.mix.text
 
 
+def test_a_mix_that_does_not_pay_is_not_praised(arrays):
+    """Held-back tokens that the search did not see may rank a single format before the mix."""
+    found = tools.study(arrays, SCHEMES, bits=6, judge=HELD_BACK)
+    name, _, error = found.mix.uniform
+    assert "does not pay" not in str(found)
+    for bits, measured, pays in ((6.0, error / 99, False), (6.0, 99 * error, True), (6.5, error / 99, True)):
+        other = replace(found, mix=replace(found.mix, uniform=(name, bits, measured)))
+        assert ("does not pay" in str(other)) is not pays
+    tight = tools.study(arrays, SCHEMES, error=found.mix.error_assumed, judge=HELD_BACK)
+    assert ("above the error that was asked for" in str(tight)) is (
+        tight.mix.error_measured > found.mix.error_assumed
+    )
+
+
 def test_one_format_may_be_the_mix(arrays):
     found = tools.study(arrays, SCHEMES, bits=3, judge=HELD_BACK)
     assert (found.mix.text, len(found.summary)) == ("int2:g16", 3)
@@ -218,6 +234,52 @@ def test_sources_without_outputs_are_refused(arrays):
         tools.study(arrays, SCHEMES, bits=5)
     with pytest.raises(KvkitError, match="study: expected bits or an error, for which it finds a mix"):
         tools.study(arrays, SCHEMES).save_mix("mix.json")
+
+
+def test_judging_queries_measure_schemes_too(arrays):
+    """`judge` measures the same queries whether or not a mix is chosen."""
+    own = tools.study(arrays, SCHEMES, judge=HELD_BACK)
+    with_mix = tools.study(arrays, SCHEMES, bits=6, judge=HELD_BACK)
+    assert own.summary == with_mix.summary[:3]
+    assert own.summary[0].output_error != tools.study(arrays, SCHEMES).summary[0].output_error
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--error", "5"], "--error: expected a share below 1, as 5% or 0.05, got 5"),
+        (["--error", "0%"], "--error: expected a share below 1"),
+        (["-o", "mix.json"], "--output: expected a folder, or --bits or --error for a mix, got mix.json"),
+        (["--bits", "2"], "bits: expected what a mix of these formats reaches: 3.00 bits at the least"),
+    ],
+)
+def test_commands_refused(arrays, options, words, tmp_path):
+    np.savez(tmp_path / "dump.npz", **arrays)
+    ran = CliRunner().invoke(main, ["study", str(tmp_path / "dump.npz"), "--schemes", SCHEMES, *options])
+    assert ran.exit_code != 0
+    assert words in ran.output
+
+
+def test_a_report_has_the_file_of_the_mix(arrays, tmp_path):
+    found = tools.study(arrays, SCHEMES, bits=6, judge=HELD_BACK)
+    written = [path.name for path in found.save(tmp_path)]
+    assert written[-1] == "mix.json"
+    assert mix_named(str(tmp_path / "mix.json")).text == found.mix.text
+    assert json.loads((tmp_path / "study.json").read_text())["mix"]["text"] == found.mix.text
+
+
+def test_layers_are_studied_in_other_processes(arrays, tmp_path):
+    """What a mapper sends has no reader and no scheme, only their recipes."""
+    np.savez(tmp_path / "dump.npz", **arrays)
+
+    def mapper(function, *arguments):
+        return map(pickle.loads(pickle.dumps(function)), *arguments)
+
+    own, other = (
+        tools.study(tmp_path / "dump.npz", SCHEMES, bits=6, judge=HELD_BACK, mapper=each)
+        for each in (map, mapper)
+    )
+    assert (own.mix, own.summary) == (other.mix, other.summary)
 
 
 def test_other_schemes_are_compared_and_stay_out_of_the_mix(arrays):

@@ -57,7 +57,8 @@ def study(
     schemes : str or sequence
         As in `kvkit.tools.study`.
     evict, budget, judge
-        As in `kvkit.tools.study`; by default the last quarter of the tokens measures the error.
+        As in `kvkit.tools.study`; by default the last quarter of the tokens measures the error with `evict`,
+        `bits` or `error`.
     bits, error : float, optional
         As in `kvkit.tools.study`: find the best mix of the schemes. The last tokens, which `judge` counts,
         do not choose it, and only their predictions are counted.

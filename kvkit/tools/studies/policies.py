@@ -115,8 +115,8 @@ class StudyPlan:
 
     @property
     def holds_back(self) -> bool:
-        """Return whether only the last queries measure errors, because others choose tokens or a mix."""
-        return bool(self.policies or self.target)
+        """Return whether only the last queries measure errors, which choose no tokens and no mix."""
+        return bool(self.policies or self.target or self.judge)
 
     def at_layer(self, i: int, numbers: Sequence[int], num_layers: int | None) -> StudyPlan:
         """Return the plan for a layer, in which mixes are the schemes of that layer."""
@@ -166,7 +166,7 @@ def make_plan(
 
     With a target it chooses a mix of schemes; then `mix` is that mix, which alone is measured.
     """
-    judge = None if judge is None or evict is target is None else integer("judge", judge, 1)
+    judge = None if judge is None else integer("judge", judge, 1)
     if evict is None:
         chosen = list_schemes(schemes if mix is None else [mix])
         names = [name for name, *_ in chosen]

@@ -104,8 +104,9 @@ def study(
         How the kept tokens are distributed: "uniform" (each head keeps the same number), "ada" (heads of a
         layer share them) or "pyramid" (early layers keep more).
     judge : int, optional
-        How many of the last queries measure the error, by default a quarter (at most the last 64 are used).
-        Scorers do not see them, and tokens after the first of them are never evicted.
+        How many of the last queries measure the error (at most the last 64 are used): by default a quarter
+        with `evict`, `bits` or `error`, otherwise all. Scorers do not see them, and tokens after the first of
+        them are never evicted.
     rope : Rope or "none", optional
         The rotary embedding of keys, for scorers that need it.
     layout : str, optional
@@ -292,7 +293,7 @@ def study_layer(source: Lazy, plan: Lazy, title: str, i: int) -> StudiedLayer:
         if 0 in (side.tokens, side.heads, side.dim):
             got = f"{side.tokens} tokens of {side.heads} heads of {side.dim} elements in {layer.name}"
             raise argument_error("source", "a cache that holds tokens", got)
-    if layer.value_dim and chosen.holds_back:
+    if layer.value_dim and (chosen.policies or chosen.target):
         name, what = ("evict", "policies") if chosen.policies else ("bits", f"a mix for {chosen.target}")
         raise argument_error(name, f"no {what}, for latent rows", what)
     rows: list[TableRow] = []

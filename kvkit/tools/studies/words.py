@@ -101,7 +101,9 @@ def mix_in_words(mix: ChosenMix | None) -> list[str]:
         lines.append("no single format reaches that")
     elif mix.uniform[0] != mix.text:
         name, bits, error = mix.uniform
-        lines.append(f"the best single format: {name}, {bits:.2f} bits a number, error {error:.2%}")
+        better = error <= mix.error_measured and bits < mix.bits + 0.05  # of so many bits only
+        advice = ", so the mix does not pay" * better
+        lines.append(f"the best single format: {name}, {bits:.2f} bits a number, error {error:.2%}{advice}")
     if mix.num_layers is None:
         numbers = ", ".join(str(number) for number, *_ in mix.layers)
         lines.append(f"the source has layers {numbers} only: other layers get the last format, unmeasured")
