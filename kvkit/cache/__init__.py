@@ -19,6 +19,7 @@ from kvkit.cache.layers.sliding import SlidingWindowLayer, StaticSlidingWindowLa
 from kvkit.cache.layers.state import StateLayer
 from kvkit.cache.loading import load
 from kvkit.cache.paged.cache import PagedCache
+from kvkit.cache.paged.compressed import PagedCompressedCache
 from kvkit.cache.paged.layer import PagedLayer
 from kvkit.cache.paged.ragged import RaggedLayer
 from kvkit.cache.paged.step import PagedStep
@@ -29,9 +30,9 @@ from kvkit.errors import CapacityError
 __all__ = [
     "BlockAllocator", "Cache", "CapacityError", "ChunkedLayer", "CompressedLayer", "CompressionReport",
     "DynamicCache", "DynamicLayer", "GatedDeltaLayer", "IndexedLayer", "KVView", "LatentLayer",
-    "OutOfBlocksError", "PagedCache", "PagedLayer", "PagedStep", "QuantSpec", "QuantizedCache",
-    "QuantizedLayer", "RaggedLayer", "Sequence", "SharedLayer", "SlidingWindowLayer", "StateLayer",
-    "StatePool", "StaticCache", "StaticChunkedLayer", "StaticLayer", "StaticSlidingWindowLayer", "Step",
-    "from_config", "load",
+    "OutOfBlocksError", "PagedCache", "PagedCompressedCache", "PagedLayer", "PagedStep", "QuantSpec",
+    "QuantizedCache", "QuantizedLayer", "RaggedLayer", "Sequence", "SharedLayer", "SlidingWindowLayer",
+    "StateLayer", "StatePool", "StaticCache", "StaticChunkedLayer", "StaticLayer",
+    "StaticSlidingWindowLayer", "Step", "from_config", "load",
 ]  # fmt: skip
 __dir__ = __all__.copy  # modules are not listed

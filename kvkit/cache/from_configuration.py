@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, SupportsIndex
 
 from kvkit.cache.caches import Cache
 from kvkit.cache.layers.chunked import ChunkedLayer
-from kvkit.cache.layers.compressed import EPS, CompressedLayer
+from kvkit.cache.layers.compressed import EPS, CompressedLayer, check_drafts
 from kvkit.cache.layers.dynamic import DynamicLayer
 from kvkit.cache.layers.gated_delta import GatedDeltaLayer
 from kvkit.cache.layers.latent import IndexedLayer, LatentLayer
@@ -24,7 +24,9 @@ from kvkit.typed import FilePath
 MADE = "full, window, chunk, latent, compressed, state, conv, both, shared, none"
 
 
-def from_config(config: Any, *, rope: Any = None, offload: FilePath | None = None) -> Cache:
+def from_config(
+    config: Any, *, rope: Any = None, drafts: SupportsIndex = 0, offload: FilePath | None = None
+) -> Cache:
     """Make a growing cache with the layers of a model, by its configuration.
 
     Layers with a state beside their rows (Falcon-H1, Zamba 2) keep it in a `StateLayer` of its own; these
@@ -38,6 +40,8 @@ def from_config(config: Any, *, rope: Any = None, offload: FilePath | None = Non
     rope : Rope, "none" or list of them, optional
         How keys are rotated. None: as the configuration says, by `Rope.from_config`. Where it does not show
         it, layers do not know it, and calls that move keys ask for it.
+    drafts : int
+        How many of the last tokens `crop` can take back in layers with compressed rows (DeepSeek V4).
     offload : path, optional
         As in `Cache`.
 
@@ -62,7 +66,8 @@ def from_config(config: Any, *, rope: Any = None, offload: FilePath | None = Non
     entries = read_entries(config)
     shapes = read_layers(entries).layers
     pooled = "compressed" in [shape.kind for shape in shapes]
-    layers = compressed_layers(shapes, entries) if pooled else []
+    taken_back = check_drafts(drafts, pooled)
+    layers = compressed_layers(shapes, entries, taken_back) if pooled else []
     layers = layers or [layer_of(shape, i, shapes) for i, shape in enumerate(shapes)]
     ropes = ropes_of(entries, layers) if rope is None else rope
     beside = [StateLayer() for shape in shapes if shape.kind == "both"]
@@ -98,7 +103,7 @@ def gated_delta_layer(shape: DeltaShape) -> GatedDeltaLayer:
     return GatedDeltaLayer(*sizes, kind=shape.kind)
 
 
-def compressed_layers(shapes: tuple[LayerShape, ...], entries: Any) -> list[Layer]:
+def compressed_layers(shapes: tuple[LayerShape, ...], entries: Any, drafts: int) -> list[Layer]:
     """Make the empty layers of DeepSeek V4, which get the weights of their compressors later."""
     topk = entries.get("index_topk")
     if topk is None and any(shape.index_dim for shape in shapes):
@@ -108,7 +113,7 @@ def compressed_layers(shapes: tuple[LayerShape, ...], entries: Any) -> list[Laye
     return [
         CompressedLayer(
             shape.key_dim, rope.rotary_dim, shape.window or 0, shape.ratio, shape.index_dim or None,
-            index_topk=topk if shape.index_dim else None, eps=entries.get("rms_norm_eps", EPS),
+            index_topk=topk if shape.index_dim else None, drafts=drafts, eps=entries.get("rms_norm_eps", EPS),
         )
         for shape, rope in zip(shapes, ropes, strict=True)
     ]  # fmt: skip

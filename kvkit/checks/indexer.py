@@ -91,10 +91,13 @@ def checked_choice(call: ChoiceArguments) -> ChoiceCall:
     scores = call.scores
     checked_format("scores", scores, FLOATS[:1], 2)
     k, page_size = integer("k", call.k, 1, 2**31), integer("page_size", call.page_size, 1, 2**31)
-    if np.isnan(scores).any():
-        raise argument_error("scores", "numbers", "NaN")
-    # A context is as long as one of its queries needs: up to its last score above -inf.
-    ends = np.where(scores > -np.inf, np.arange(1, scores.shape[1] + 1), 0).max(axis=1, initial=0)
+    ends = np.zeros(len(scores), np.int64)
+    for token, row in enumerate(scores):  # a row at a time stays in the cache
+        if np.isnan(row.max(initial=-np.inf)):
+            raise argument_error("scores", "numbers", "NaN")
+        visible = (row > -np.inf)[::-1]
+        # A context is as long as one of its queries needs: up to its last score above -inf.
+        ends[token] = len(row) - visible.argmax() if visible.any() else 0
     tables = call.block_tables
     if isinstance(tables, tuple):  # (indptr [B + 1], indices)
         batch = len(index("block_tables", tables[0] if tables else (), 1)) - 1

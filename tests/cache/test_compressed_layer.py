@@ -132,6 +132,14 @@ def test_speculative_decoding(kind):
         np.testing.assert_array_equal(one, other)
 
 
+def test_weights_of_other_dtypes_are_refused_at_once():
+    layer = CompressedLayer(8, 4, ratio=4)
+    wanted = r"^compressor\[1\]: expected dtype float32 or float16 or bfloat16, got float64"
+    with pytest.raises(KvkitError, match=wanted):
+        layer.set_weights((np.ones((4, 8), np.float32), np.ones(8)))
+    assert layer.weights == ()
+
+
 @kinds
 def test_recorded_past(kind):
     cached, other = made(kind), made(kind)

@@ -159,6 +159,14 @@ def test_deepseek_v4():
     assert [layer.rows.shape[1] for layer in cache.layers if layer.ratio] == [64, 2, 64]
 
 
+def test_drafts():
+    assert [layer.drafts for layer in from_config(V4, drafts=3).layers] == [3] * 4
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+    wanted = "^drafts: expected 0 for a model without compressed rows .crop takes back any., got 2"
+    with pytest.raises(KvkitError, match=wanted):
+        from_config(sizes, drafts=2)
+
+
 @pytest.mark.parametrize(("change", "message"), [
     ({"index_topk": None}, "index_topk: expected how many rows an indexer chooses"),
     ({"compress_ratios": [0, 2, 128, 4]}, "compress_ratios"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 
+import kvkit
 from kvkit import KvkitError
 from kvkit.cache import load
 from kvkit.integrations.transformers import KvkitCache
@@ -48,6 +49,21 @@ def test_generated_tokens_are_those_of_transformers(model, count, batch):
     ours = model.generate(ids, past_key_values=KvkitCache(model.config), **options)
     assert ours.sequences.tolist() == theirs.sequences.tolist()
     torch.testing.assert_close(torch.stack(ours.logits), torch.stack(theirs.logits), atol=1e-5, rtol=1e-5)
+
+
+def test_drafts_are_taken_back(model):
+    """After a crop the model continues as if it had never seen the drafts."""
+    ids, cache, plain = prompt(25), KvkitCache(model.config, drafts=3), KvkitCache(model.config)
+    with torch.no_grad():
+        for part in (ids[:, :19], ids[:, 19:20]):
+            model(part, past_key_values=plain)
+        model(ids[:, :19], past_key_values=cache)
+        model(torch.cat([ids[:, 19:20], 63 - ids[:, 20:23]], 1), past_key_values=cache)
+        cache.crop(20)
+        outputs = [model(ids[:, 20:], past_key_values=each).logits for each in (cache, plain)]
+    torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
+    with pytest.raises(kvkit.KvkitError, match=r"^drafts: expected 0 for a model without"):
+        KvkitCache(drafts=1)
 
 
 def test_chunks_and_files(model, tmp_path):

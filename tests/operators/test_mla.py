@@ -1,5 +1,6 @@
 """Attention over latent caches, against float64 over the rows that a cache of each kind stands for."""
 
+import itertools
 import subprocess
 import sys
 
@@ -7,14 +8,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 from latent_scenes import BF16, F16, F32, LATENT, ROPE, pools
+from tile_scenes import needs_tiles
 
 import kvkit
 from examples import run_examples
 from kvkit import KvkitError, reference
 from kvkit.cpu import machine
 from kvkit.formats import decode, encode
+from kvkit.runtime.arrays import zeros
 
-PAGE = 16
+PAGE, FP8 = 16, ml_dtypes.float8_e4m3fn
 SCALE = 192**-0.5
 
 
@@ -367,33 +370,61 @@ def test_examples(name):
 # The indexer
 
 
-@pytest.mark.parametrize("coded", [False, True])
-def test_indexer_scores(rng, coded):
-    """The sums of every visible position, over several blocks of keys and an empty context."""
-    lengths, starts, heads, dim = np.array([1300, 0, 70]), [0, 3, 3, 4], 5, 16
-    blocks = rng.permutation(100)[: 82 + 5]
-    tables = (np.array([0, 82, 82, 87]), blocks)
-    keys = rng.standard_normal((100, PAGE, dim)).astype(F32)
-    options, numbers = {}, keys
-    if coded:
-        keys = keys.astype(ml_dtypes.float8_e4m3fn)
-        options["key_scale"] = rng.random((100, PAGE), F32) + 0.5
-        numbers = keys.astype(F32) * options["key_scale"][..., None]
-    query, weights = (
-        rng.standard_normal((4, heads, dim)).astype(F32),
-        rng.standard_normal((4, heads)).astype(F32),
-    )
-    scores = kvkit.indexer_scores(query, keys, weights, tables, lengths, starts, **options)
-    assert scores.shape == (4, 1300)
-    expected = np.full(scores.shape, -np.inf)
-    for token, (length, own, pages) in enumerate(
-        [*((1300, 1297 + i, blocks[:82]) for i in range(3)), (70, 69, blocks[82:])]
-    ):
-        rows = numbers[pages].reshape(-1, dim)[: own + 1].astype(float)
-        products = np.maximum(query[token].astype(float) @ rows.T * dim**-0.5, 0)
-        expected[token, : own + 1] = weights[token].astype(float) @ products
-        assert own < length
-    np.testing.assert_allclose(scores, expected, atol=2e-5)
+FORMATS = [(BF16, BF16), (BF16, FP8), (F32, F32), (F16, F16), (F32, FP8), (F32, BF16)]
+ENGINES = {
+    "instructions": needs_tiles,
+    "memory": pytest.mark.skipif(not machine.has_integers(), reason="needs AVX-512"),
+    "pairs": pytest.mark.skipif(not machine.has_pairs(), reason="needs AVX-512 BF16"),
+    "float": (),
+}
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("engine", [pytest.param(name, marks=marks) for name, marks in ENGINES.items()])
+@pytest.mark.parametrize(("of_query", "of_key"), FORMATS)
+def test_indexer_scores(of_query, of_key, engine, rng, monkeypatch):
+    """Every engine, in pages of any size, over pools with NaN in places that nobody reads."""
+    monkeypatch.setattr(machine, "tiles", lambda: engine if engine in machine.__dict__.values() else None)
+    monkeypatch.setattr(machine, "has_pairs", lambda: engine == "pairs")
+    lengths, starts = [150, 0, 70, 70], [0, 40, 40, 43, 45]
+    cases = (1, 3, 16, True), (5, 64, 32, False), (16, 33, 32, True), (64, 3, 128, True)
+    for page, heads, dim, aligned in cases:
+        need = [-(-length // page) for length in lengths]
+        places, tables = rng.permutation(sum(need) + 2), np.full((4, max(need)), -1)
+        for b, count in enumerate(need):
+            tables[b, :count] = places[sum(need[:b]) :][:count]
+        tables[3] = tables[2]  # sequences that share all pages
+        memory = zeros((len(places) * page * dim + 1,), of_key)
+        keys = memory[not aligned :][: len(places) * page * dim].reshape(-1, page, dim)
+        keys[...] = rng.standard_normal(keys.shape)
+        keys[places[sum(need) :]] = np.nan
+        keys[tables[0, need[0] - 1], (lengths[0] - 1) % page + 1 :] = np.nan
+        scale = {"key_scale": rng.random(keys.shape[:2], F32) + 0.5} if of_key is FP8 else {}
+        query = rng.standard_normal((45, heads, dim)).astype(of_query)
+        weights = rng.standard_normal((45, heads)).astype(of_query)
+        call = query, keys, weights, tables, lengths, starts
+        expected = reference.indexer_scores(*call, **scale)
+        found = kvkit.indexer_scores(*call, **scale)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=3e-5 * heads**0.5)
+        out = np.zeros((45, expected.shape[1] + 3), F32)[:, 1:-2]
+        np.testing.assert_array_equal(kvkit.indexer_scores(*call, **scale, out=out), found)
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "zeros", "infinite"])
+def test_topk_rows(kind, rng):
+    """Rows with ties, zeros of both signs, infinities, and fewer scores than asked for."""
+    for columns, k, tokens, page in itertools.product((1, 7, 300), (1, 5, 40, 400), (1, 3), (1, 4, 64)):
+        scores = rng.standard_normal((tokens, columns)).astype(F32)
+        if kind == "ties":
+            scores = (rng.integers(-3, 4, scores.shape) / 2).astype(F32)
+        if kind == "zeros":
+            scores = np.maximum(scores, 0) * rng.choice([1, -1], scores.shape).astype(F32)
+        if kind == "infinite":
+            scores[rng.random(scores.shape) < 0.5], scores[rng.random(scores.shape) < 0.1] = -np.inf, np.inf
+        scores[:, columns // 2 :][:, rng.random(columns - columns // 2) < 0.2] = -np.inf
+        table, starts = rng.permutation(-(-columns // page) + 3)[None], [0, tokens]
+        expected = reference.topk_rows(scores, k, table, page, starts)
+        np.testing.assert_array_equal(kvkit.topk_rows(scores, k, table, page, starts), expected)
 
 
 def test_topk_rows_feed_attention(rng):

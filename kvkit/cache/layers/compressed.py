@@ -167,6 +167,8 @@ class CompressedLayer(Layer):
             shapes = [(self.ratio, dim * self._past // self.ratio), (dim,)]
             if not isinstance(pair, tuple) or [np.shape(each) for each in pair] != shapes:
                 raise argument_error(name, f"a pair of arrays {shapes[0]} and {shapes[1]}", describe(pair))
+            for i, array in enumerate(pair):
+                checked_format(f"{name}[{i}]", array, FLOATS, 2 - i)
         if rope is not None:
             check_rotation(rope)
             self.rope = rope
@@ -208,7 +210,7 @@ class CompressedLayer(Layer):
             If an argument is wrong, or weights are missing. Then the layer has not changed.
         """
         dtype, new = self._checked_rows(row), row.shape[2]
-        inputs = self._checked_inputs(compressor, indexer, row.shape[0], new)
+        inputs = self.checked_inputs(compressor, indexer, (row.shape[0], new))
         before = self.span.length
         if cache_position is not None:
             self._first_new(cache_position, new)
@@ -239,29 +241,29 @@ class CompressedLayer(Layer):
             raise argument_error("row", wanted, describe(row))
         return dtype
 
-    def _checked_inputs(self, compressor: Any, indexer: Any, batch: int, new: int) -> list[Projected]:
-        """Check what compressors take of new tokens; return it for each compressor."""
+    def checked_inputs(self, compressor: Any, indexer: Any, tokens: tuple[int, ...]) -> list[Projected]:
+        """Check what compressors take of new tokens, arrays [*tokens, E]; return it for each compressor."""
         inputs, overlap = [], 2 if self.index_dim else 1
         given = ("compressor", compressor, self.dim * bool(self.ratio)), ("indexer", indexer, self.index_dim)
         for name, pair, dim in given:
-            shape = batch, new, dim * overlap
+            shape = *tokens, dim * overlap
             fits = isinstance(pair, (tuple, list)) and len(pair) == 2
             if not dim and pair is not None:
                 raise argument_error(name, "None for this layer", describe(pair))
             if dim and (not fits or [np.shape(each) for each in pair] != [shape, shape]):
                 raise argument_error(name, f"a pair (kv, gate) of arrays {shape}", describe(pair))
             if dim:
-                formats = [checked_format(name, each, FLOATS, 3) for each in pair]
+                formats = [checked_format(name, each, FLOATS, len(shape)) for each in pair]
                 if formats[0] is not formats[1]:
                     raise argument_error(name, "kv and gate of one dtype", f"{formats[0]} and {formats[1]}")
                 inputs.append((pair[0], pair[1]))
         if inputs and not self.weights:
             raise argument_error(self.name, "a layer with weights (call set_weights first)", "none")
         for weights in self.weights[: len(inputs)]:
-            self._rope_of(len(weights.norm))
+            self.rope_of(len(weights.norm))
         return inputs
 
-    def _rope_of(self, dim: int) -> Any:
+    def rope_of(self, dim: int) -> Any:
         """Return how the last elements of rows or index keys of `dim` are rotated."""
         if self.rope is None:
             raise argument_error("rope", "a Rope or 'none' (set_weights(..., rope=rope))", "None")
@@ -274,13 +276,13 @@ class CompressedLayer(Layer):
         before = self.span.length
         rows, _ = kvkit.compressed.compress_tokens(
             kv.reshape(-1, width), gate.reshape(-1, width), ape, store.states[number], ratio=self.ratio,
-            overlap=bool(self.index_dim), norm_weight=norm, rope=self._rope_of(len(norm)), eps=self.eps,
+            overlap=bool(self.index_dim), norm_weight=norm, rope=self.rope_of(len(norm)), eps=self.eps,
             positions=np.tile(np.arange(before, before + new), batch), starts=np.arange(batch + 1) * new,
         )  # fmt: skip
         first, end = before // self.ratio, (before + new) // self.ratio
         made = rows.reshape(batch, end - first, norm.shape[0])
         if number and store.index_keys is not None:
-            store.index_keys.write(first, made)
+            store.index_keys.write(slice(first, end), made)
         elif store.rows is not None:
             store.rows.write(np.arange(first, end), made)
 
@@ -407,9 +409,7 @@ class CompressedLayer(Layer):
             if first < 0 or max(0, first - self.near + 1) < self.span.begin:
                 wanted = f"queries of the last update, at most {self.span.length - self.span.before}"
                 raise argument_error("query", wanted, new)
-            scale = (
-                self.dim**-0.5 if softmax_scale is None else positive_number("softmax_scale", softmax_scale)
-            )
+            scale = self.scale_of(softmax_scale)
             places = np.arange(first, self.span.length)
             extra = self._chosen(places, index)
             window = self.store.window
@@ -425,9 +425,7 @@ class CompressedLayer(Layer):
 
     def _chosen(self, places: Array, index: Any) -> Any:
         """Return the pool of compressed rows, and the slots of each query's; None if there are none."""
-        if (index is None) == bool(self.index_dim):
-            wanted = "a pair (queries, weights)" if self.index_dim else "None for a layer without index keys"
-            raise argument_error("index", wanted, describe(index))
+        self.check_index(index, (self.batch_size, len(places)))
         if not self.ratio:
             return None
         ready, batch, new = (places + 1) // self.ratio, self.batch_size, len(places)
@@ -441,32 +439,39 @@ class CompressedLayer(Layer):
             return None
         return rows.pool, slots.reshape(batch * new, -1), None
 
-    def _best(self, index: Any, ready: Array) -> Array:
-        """Return the slots [B, q, k] of the rows that queries choose among their first `ready`."""
-        batch, new, keys = self.batch_size, len(ready), self.store.index_keys
+    def check_index(self, index: Any, shape: tuple[int, ...]) -> None:
+        """Check the queries and the weights of the indexer, for queries of a shape."""
+        if (index is None) == bool(self.index_dim):
+            wanted = "a pair (queries, weights)" if self.index_dim else "None for a layer without index keys"
+            raise argument_error("index", wanted, describe(index))
+        if index is None:
+            return
         if not isinstance(index, (tuple, list)) or len(index) != 2:
             raise argument_error("index", "a pair (queries, weights)", describe(index))
         queries, weights = index
-        checked_format("index[0]", queries, FLOATS, 4)
-        checked_format("index[1]", weights, FLOATS, 3)
-        shape = batch, new, queries.shape[2], self.index_dim
-        if queries.shape != shape or weights.shape != shape[:3] or weights.dtype != queries.dtype:
-            wanted = f"queries {shape} and weights {shape[:3]} of one dtype"
+        checked_format("index[0]", queries, FLOATS, len(shape) + 2)
+        checked_format("index[1]", weights, FLOATS, len(shape) + 1)
+        heads = *shape, queries.shape[-2]
+        if (
+            queries.shape != (*heads, self.index_dim)
+            or weights.shape != heads
+            or weights.dtype != queries.dtype
+        ):
+            wanted = f"queries {(*heads, self.index_dim)} and weights {heads} of one dtype"
             raise argument_error("index", wanted, f"{describe(queries)} and {describe(weights)}")
-        most = int(ready[-1]) if new else 0
-        if not most:
-            return np.full((batch, new, 0), -1)
-        count = min(self.index_topk, most)
-        table = np.repeat(np.arange(batch), new)[:, None]  # every query has a context of its own
-        starts = np.arange(batch * new + 1)
-        options = {} if keys.scales is None else {"key_scale": keys.scales}
-        scores = indexer_scores(
-            queries.reshape(batch * new, *shape[2:]), keys.keys, weights.reshape(batch * new, -1), table,
-            np.tile(ready, batch), starts, **options,
-        )  # fmt: skip
+
+    def scale_of(self, softmax_scale: float | None) -> float:
+        """Return the checked factor of scores."""
+        return self.dim**-0.5 if softmax_scale is None else positive_number("softmax_scale", softmax_scale)
+
+    def _best(self, index: Any, ready: Array) -> Array:
+        """Return the slots [B, q, k] of the rows that queries choose among their first `ready`."""
+        batch, new, keys = self.batch_size, len(ready), self.store.index_keys
+        table = np.repeat(np.arange(batch), new)[:, None]
+        queries, weights = (x.reshape(batch * new, *x.shape[2:]) for x in index)
+        slots = chosen_slots(queries, weights, np.tile(ready, batch), keys.arrays(), table, self.index_topk)
         page = keys.keys.shape[1]
-        slots = topk_rows(scores, count, table, page, starts).reshape(batch, new, count)
-        places: Array = np.where(slots < 0, -1, slots % page)
+        places: Array = np.where(slots < 0, -1, slots % page).reshape(batch, new, slots.shape[1])
         first = np.arange(batch)[:, None, None] * self.store.rows.rows
         return np.where(places < 0, -1, places + first)
 
@@ -654,3 +659,26 @@ class CompressedLayer(Layer):
 
     def _large_arrays(self) -> Iterable[Array]:
         return () if self.store is None else list(self.store.arrays())
+
+
+def chosen_slots(
+    queries: Array, weights: Array, ready: Array, keys: list[Array], tables: Array, topk: int
+) -> Array:
+    """Return the slots [T, k] of the rows that each query chooses among its first `ready`; -1 after them.
+
+    `queries` are [T, heads, dim], `keys` a pool [blocks, page, dim], and scales if keys are codes. Each query
+    has a table of its own, so that the causal rule of operators leaves it `ready` rows.
+    """
+    count = min(topk, int(ready.max(initial=0)))
+    if not count:
+        return np.full((len(queries), 0), -1)
+    starts, scale = np.arange(len(queries) + 1), keys[1] if len(keys) > 1 else None
+    scores = indexer_scores(queries, keys[0], weights, tables, ready, starts, key_scale=scale)
+    return topk_rows(scores, count, tables, keys[0].shape[1], starts)
+
+
+def check_drafts(drafts: Any, pooled: bool) -> int:
+    """Return a checked number of drafts, of a model that has compressed rows or has none."""
+    if (count := integer("drafts", drafts, 0)) and not pooled:
+        raise argument_error("drafts", "0 for a model without compressed rows (crop takes back any)", count)
+    return count

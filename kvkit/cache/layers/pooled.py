@@ -36,7 +36,7 @@ class PooledLayer(CompressedLayer):
         """Append the rows of new tokens; return the rows of the window that they attend to, twice."""
         return super().update(row, None, cache_position)
 
-    def _checked_inputs(self, compressor: Any, indexer: Any, batch: int, new: int) -> list[Any]:
+    def checked_inputs(self, compressor: Any, indexer: Any, tokens: tuple[int, ...]) -> list[Any]:
         return []
 
     @one_call_at_a_time
@@ -132,7 +132,7 @@ class PooledLayer(CompressedLayer):
         if rows.shape != shape:
             raise argument_error("rows", f"shape {shape}, for the last update", describe(rows))
         if number:
-            self.store.index_keys.write(first, rows)
+            self.store.index_keys.write(slice(first, end), rows)
             keys: Array = self.store.index_keys.read(end)
             return keys
         self.store.rows.write(np.arange(first, end), rows)

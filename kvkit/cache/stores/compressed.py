@@ -17,7 +17,6 @@ from kvkit.typed import Array
 
 PAGE = 64  # rows of a block
 LARGEST = 448.0  # the largest number of float8_e4m3fn, the code of an index key's largest element
-BLOCK_BYTES = -(-PAGE * DS_V4_ROW // DS_V4_BODY) * DS_V4_BODY
 
 
 class CompressedForm(NamedTuple):
@@ -36,17 +35,21 @@ class RowPool:
 
     Attributes
     ----------
-    blocks : ndarray, shape [B, blocks, PAGE, dim] or [B, blocks, bytes]
+    blocks : ndarray, shape [B, blocks, page, dim] or [B, blocks, bytes]
+    page : int
+        Rows of a block.
     """
 
     def __init__(self, blocks: Array, dim: int) -> None:
         self.blocks, self.dim = blocks, dim
+        self.page = int(blocks.shape[2]) // (DS_V4_ROW if blocks.ndim == 3 else 1)
 
     @classmethod
-    def of(cls, batch: int, rows: int, dim: int, dtype: Any, allocate: Allocate) -> RowPool:
+    def of(cls, batch: int, rows: int, dim: int, dtype: Any, allocate: Allocate, page: int = PAGE) -> RowPool:
         """Allocate a pool for at least `rows` rows; a dtype of bytes is that of codes."""
-        inner = (BLOCK_BYTES,) if dtype == np.uint8 else (PAGE, dim)
-        return cls(allocate((batch, max(1, -(-rows // PAGE)), *inner), dtype), dim)
+        bytes_of_block = -(-page * DS_V4_ROW // DS_V4_BODY) * DS_V4_BODY
+        inner = (bytes_of_block,) if dtype == np.uint8 else (page, dim)
+        return cls(allocate((batch, max(1, -(-rows // page)), *inner), dtype), dim)
 
     @property
     def coded(self) -> bool:
@@ -56,7 +59,7 @@ class RowPool:
     @property
     def rows(self) -> int:
         """Return how many rows of each sequence have room."""
-        return int(self.blocks.shape[1]) * PAGE
+        return int(self.blocks.shape[1]) * self.page
 
     @property
     def pool(self) -> Array:
@@ -65,11 +68,11 @@ class RowPool:
         return pool
 
     def parts(self) -> list[Array]:
-        """Return views [B, blocks, PAGE, width] of what a row has: numbers, or codes and scales."""
+        """Return views [B, blocks, self.page, width] of what a row has: numbers, or codes and scales."""
         if not self.coded:
             return [self.blocks]
         shape = self.blocks.shape[:2]
-        return [part.reshape(*shape, PAGE, -1) for part in ds_v4_parts("blocks", self.pool)]
+        return [part.reshape(*shape, self.page, -1) for part in ds_v4_parts("blocks", self.pool)]
 
     def write(self, places: Array, rows: Array) -> None:
         """Write rows [B, n, dim] to the places [n] of every sequence; floats are rounded once, or coded."""
@@ -82,12 +85,12 @@ class RowPool:
         begin = 0
         for part in self.parts():
             end = begin + part.shape[3]
-            part[:, places // PAGE, places % PAGE] = stored[..., begin:end]
+            part[:, places // self.page, places % self.page] = stored[..., begin:end]
             begin = end
 
     def stored(self, places: Array) -> Array:
         """Return the numbers [B, n, dim], or the bytes [B, n, 584], of some places."""
-        parts = [part[:, places // PAGE, places % PAGE] for part in self.parts()]
+        parts = [part[:, places // self.page, places % self.page] for part in self.parts()]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
     def read(self, places: Array) -> Array:
@@ -111,14 +114,14 @@ class RowPool:
 
     def grown(self, rows: int, allocate: Allocate, used: int) -> RowPool:
         """Return a pool with room for more rows, and the first `used` rows of this one."""
-        larger = RowPool.of(len(self.blocks), rows, self.dim, self.blocks.dtype, allocate)
-        count = -(-used // PAGE)
+        larger = RowPool.of(len(self.blocks), rows, self.dim, self.blocks.dtype, allocate, self.page)
+        count = -(-used // self.page)
         larger.blocks[:, :count] = self.blocks[:, :count]
         return larger
 
     def ring(self, rows: int, allocate: Allocate, positions: Array) -> RowPool:
         """Return a ring of another size with the rows of some positions."""
-        other = RowPool.of(len(self.blocks), rows, self.dim, self.blocks.dtype, allocate)
+        other = RowPool.of(len(self.blocks), rows, self.dim, self.blocks.dtype, allocate, self.page)
         other.write_stored(positions % other.rows, self.stored(positions % self.rows))
         return other
 
@@ -154,9 +157,8 @@ class IndexKeys:
         """Return keys, and scales if there are any."""
         return [self.keys] if self.scales is None else [self.keys, self.scales]
 
-    def write(self, begin: int, keys: Array) -> None:
-        """Write float32 keys [B, n, dim] from row `begin` on."""
-        rows = slice(begin, begin + keys.shape[1])
+    def write(self, rows: slice | Array, keys: Array) -> None:
+        """Write float32 keys [B, n, dim] to `rows`."""
         if self.scales is None:
             self.keys[:, rows] = keys
             return

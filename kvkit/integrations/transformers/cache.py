@@ -24,6 +24,7 @@ from kvkit.cache import (
     StaticCache,
 )
 from kvkit.cache.base import BaseCache, MovableTokens
+from kvkit.cache.layers.compressed import check_drafts
 from kvkit.cache.layers.pooled import PooledLayer
 from kvkit.cache.layers.positions import PLANS
 from kvkit.errors import KvkitError, argument_error, describe
@@ -33,7 +34,7 @@ from kvkit.integrations.transformers.bridge import as_cast, to_numpy, without_gr
 from kvkit.integrations.transformers.compressed import KvkitCompressedLayer
 from kvkit.integrations.transformers.evicting import Eviction
 from kvkit.integrations.transformers.layer import KvkitLayer
-from kvkit.integrations.transformers.models import HYBRID, geometry, make_cache
+from kvkit.integrations.transformers.models import HYBRID, geometry, has_compressed_rows, make_cache
 from kvkit.integrations.transformers.rotations import rotations_of
 from kvkit.integrations.transformers.states import (
     KvkitDeltaLayer,
@@ -85,6 +86,8 @@ class KvkitCache(Cache):
         `kvkit.eviction.decoding`. A prompt with no more tokens than the scorer always keeps (its window, or
         sinks) stays whole. Attention provides queries and weights; it must be ``"kvkit"``, because others
         do not know the stored positions.
+    drafts : int
+        How many of the last tokens `crop` can take back in a model with compressed rows (DeepSeek V4).
     **options
         Other arguments of the kind of cache: ``offload`` (a folder), except for paged ones; ``max_cache_len``
         for `kvkit.cache.StaticCache`; ``key``, ``value``, ``residual_length``, ``sink`` and ``read_back`` for
@@ -123,11 +126,12 @@ class KvkitCache(Cache):
     _make: functools.partial | None  # makes the paged cache once the first tokens show its geometry
 
     def __init__(
-        self, config: Any = None, kind: str = "dynamic", *, evict: Any = None, **options: Any
+        self, config: Any = None, kind: str = "dynamic", *, evict: Any = None, drafts: int = 0, **options: Any
     ) -> None:
         if kind not in KINDS:
             raise argument_error("kind", " or ".join(map(repr, KINDS)), describe(kind))
         eviction = None if evict is None else Eviction(evict)
+        check_drafts(drafts, config is not None and has_compressed_rows(config))
         if config is not None:
             options = geometry(config, kind) | options
         make = functools.partial(KINDS[kind], **options)
@@ -144,7 +148,7 @@ class KvkitCache(Cache):
             self._wrap(placeholder, config)
             self._make = make
         else:
-            self._wrap(make_cache(KINDS[kind], config, kind, options), config)
+            self._wrap(make_cache(KINDS[kind], config, kind, options, drafts), config)
         if eviction is not None:
             check_evictable(self.cache, config, kind, options, eviction.wants_weights)
         self.eviction = eviction

@@ -34,11 +34,16 @@ COMPRESSED = "deepseek_v4"  # a type of model, which pools tokens itself
 HYBRID = "hybrid", "hybrid_sliding"
 
 
+def has_compressed_rows(config: Any) -> bool:
+    """Return whether a model pools tokens into rows (DeepSeek V4)."""
+    return bool(config.get_text_config(decoder=True).model_type == COMPRESSED)
+
+
 def geometry(config: Any, kind: str) -> dict[str, Any]:
     """Return the arguments of a kind of cache that a model's config determines."""
     config = config.get_text_config(decoder=True)
     names, arguments = get_layer_types_and_kwargs(config)
-    if config.model_type == COMPRESSED:
+    if has_compressed_rows(config):
         if kind != "dynamic":
             raise argument_error("kind", "'dynamic' for a model with compressed rows", repr(kind))
         return {"num_layers": len(names)}
@@ -75,15 +80,15 @@ def layers_without_rows(config: Any, names: list[str]) -> dict[int, StateLayer |
     return others | {len(names) + i: StateLayer() for i in range(hybrid)}
 
 
-def make_cache(make: Callable[..., Any], config: Any, kind: str, options: dict[str, Any]) -> Any:
+def make_cache(make: Callable[..., Any], config: Any, kind: str, options: dict[str, Any], drafts: int) -> Any:
     """Make a cache of a kind, with the model's recurrent, latent and shared layers."""
     if config is None or kind == "paged":
         return make(**options)
     config = config.get_text_config(decoder=True)
     names, _ = get_layer_types_and_kwargs(config)
-    if config.model_type == COMPRESSED:
+    if has_compressed_rows(config):
         of_cache = {name: options[name] for name in ("offload", "rope") if name in options}
-        return Cache([compressed_layer(config, name) for name in names], **of_cache)
+        return Cache([compressed_layer(config, name, drafts) for name in names], **of_cache)
     latent = latent_sizes(config) if kind == "dynamic" else None
     if not latent and not {"dummy", "linear_attention", *HYBRID}.intersection(names):
         return make(**options)
@@ -107,11 +112,13 @@ def state_layer(config: Any, name: str) -> StateLayer:
     return StateLayer() if layer is None else layer
 
 
-def compressed_layer(config: Any, name: str) -> PooledLayer:
+def compressed_layer(config: Any, name: str, drafts: int) -> PooledLayer:
     """Return a layer of DeepSeek V4, whose model pools tokens itself."""
     ratio, index = config.compress_rates.get(name, 0), name == "compressed_sparse_attention"
     sizes = (config.index_head_dim, config.index_topk) if index else (None, None)
-    return PooledLayer(config.head_dim, config.qk_rope_head_dim, config.sliding_window, ratio, *sizes)
+    return PooledLayer(
+        config.head_dim, config.qk_rope_head_dim, config.sliding_window, ratio, *sizes, drafts=drafts
+    )
 
 
 def source_of(config: Any, names: list[str], layer_idx: int) -> int:
