@@ -210,7 +210,7 @@ class CompressedLayer(Layer):
             If an argument is wrong, or weights are missing. Then the layer has not changed.
         """
         dtype, new = self._checked_rows(row), row.shape[2]
-        inputs = self.checked_inputs(compressor, indexer, (row.shape[0], new))
+        inputs = self._checked_inputs(compressor, indexer, (row.shape[0], new))
         before = self.span.length
         if cache_position is not None:
             self._first_new(cache_position, new)
@@ -241,7 +241,7 @@ class CompressedLayer(Layer):
             raise argument_error("row", wanted, describe(row))
         return dtype
 
-    def checked_inputs(self, compressor: Any, indexer: Any, tokens: tuple[int, ...]) -> list[Projected]:
+    def _checked_inputs(self, compressor: Any, indexer: Any, tokens: tuple[int, ...]) -> list[Projected]:
         """Check what compressors take of new tokens, arrays [*tokens, E]; return it for each compressor."""
         inputs, overlap = [], 2 if self.index_dim else 1
         given = ("compressor", compressor, self.dim * bool(self.ratio)), ("indexer", indexer, self.index_dim)
@@ -260,10 +260,10 @@ class CompressedLayer(Layer):
         if inputs and not self.weights:
             raise argument_error(self.name, "a layer with weights (call set_weights first)", "none")
         for weights in self.weights[: len(inputs)]:
-            self.rope_of(len(weights.norm))
+            self._rope_of(len(weights.norm))
         return inputs
 
-    def rope_of(self, dim: int) -> Any:
+    def _rope_of(self, dim: int) -> Any:
         """Return how the last elements of rows or index keys of `dim` are rotated."""
         if self.rope is None:
             raise argument_error("rope", "a Rope or 'none' (set_weights(..., rope=rope))", "None")
@@ -276,7 +276,7 @@ class CompressedLayer(Layer):
         before = self.span.length
         rows, _ = kvkit.compressed.compress_tokens(
             kv.reshape(-1, width), gate.reshape(-1, width), ape, store.states[number], ratio=self.ratio,
-            overlap=bool(self.index_dim), norm_weight=norm, rope=self.rope_of(len(norm)), eps=self.eps,
+            overlap=bool(self.index_dim), norm_weight=norm, rope=self._rope_of(len(norm)), eps=self.eps,
             positions=np.tile(np.arange(before, before + new), batch), starts=np.arange(batch + 1) * new,
         )  # fmt: skip
         first, end = before // self.ratio, (before + new) // self.ratio
@@ -409,7 +409,7 @@ class CompressedLayer(Layer):
             if first < 0 or max(0, first - self.near + 1) < self.span.begin:
                 wanted = f"queries of the last update, at most {self.span.length - self.span.before}"
                 raise argument_error("query", wanted, new)
-            scale = self.scale_of(softmax_scale)
+            scale = self._scale_of(softmax_scale)
             places = np.arange(first, self.span.length)
             extra = self._chosen(places, index)
             window = self.store.window
@@ -425,7 +425,7 @@ class CompressedLayer(Layer):
 
     def _chosen(self, places: Array, index: Any) -> Any:
         """Return the pool of compressed rows, and the slots of each query's; None if there are none."""
-        self.check_index(index, (self.batch_size, len(places)))
+        self._check_index(index, (self.batch_size, len(places)))
         if not self.ratio:
             return None
         ready, batch, new = (places + 1) // self.ratio, self.batch_size, len(places)
@@ -439,7 +439,7 @@ class CompressedLayer(Layer):
             return None
         return rows.pool, slots.reshape(batch * new, -1), None
 
-    def check_index(self, index: Any, shape: tuple[int, ...]) -> None:
+    def _check_index(self, index: Any, shape: tuple[int, ...]) -> None:
         """Check the queries and the weights of the indexer, for queries of a shape."""
         if (index is None) == bool(self.index_dim):
             wanted = "a pair (queries, weights)" if self.index_dim else "None for a layer without index keys"
@@ -460,7 +460,7 @@ class CompressedLayer(Layer):
             wanted = f"queries {(*heads, self.index_dim)} and weights {heads} of one dtype"
             raise argument_error("index", wanted, f"{describe(queries)} and {describe(weights)}")
 
-    def scale_of(self, softmax_scale: float | None) -> float:
+    def _scale_of(self, softmax_scale: float | None) -> float:
         """Return the checked factor of scores."""
         return self.dim**-0.5 if softmax_scale is None else positive_number("softmax_scale", softmax_scale)
 

@@ -36,7 +36,7 @@ class PooledLayer(CompressedLayer):
         """Append the rows of new tokens; return the rows of the window that they attend to, twice."""
         return super().update(row, None, cache_position)
 
-    def checked_inputs(self, compressor: Any, indexer: Any, tokens: tuple[int, ...]) -> list[Any]:
+    def _checked_inputs(self, compressor: Any, indexer: Any, tokens: tuple[int, ...]) -> list[Any]:
         return []
 
     @one_call_at_a_time

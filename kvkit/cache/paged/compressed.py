@@ -54,7 +54,7 @@ class LayerPools:
             if layer.index_dim:
                 self.keys = IndexKeys.of(1, count, layer.index_dim, kind, in_memory)
                 dims.append(layer.index_dim)
-            shape, halves = (slots, layer.past + more, 2), layer.past // layer.ratio
+            shape, halves = (slots, layer._past + more, 2), layer._past // layer.ratio
             self.states = [in_memory((*shape, halves * dim), np.float32) for dim in dims]
 
     def of_blocks(self) -> list[Array]:
@@ -180,20 +180,20 @@ class PagedCompressedCache:
         CapacityError, OutOfBlocksError
             If there is no slot or block; then nothing has changed.
         """
-        layers = self.check_add(source)
+        layers = self._check_add(source)
         length = layers[0].get_seq_length() if layers else 0
         sequence = self.blocks.add()
         with self.blocks.begin_step([(sequence, length)]):
             pass  # takes the blocks, or raises
         use = self._uses[sequence] = SlotUse(self._free.pop())
-        table = np.array(sequence.table, np.int64)
+        table = np.array(sequence._table, np.int64)
         for pools, layer in zip(self.pools, layers, strict=False):
             self._fill(pools, layer, use.slot, table, length)
         if layers:
             use.floor = max(*(layer.floor for layer in layers), length - self.drafts, 0)
         return sequence
 
-    def check_add(self, source: Any = None) -> list[CompressedLayer]:
+    def _check_add(self, source: Any = None) -> list[CompressedLayer]:
         """Raise the error that `add` would raise; return the layers of `source`."""
         if not self._free:
             raise CapacityError(f"slots: expected one that is free of {self.slots}, got none")
@@ -206,7 +206,7 @@ class PagedCompressedCache:
             wanted = f"a CompressedLayer like {own}, with a batch of one and {self.dtype} rows or codes"
             if type(layer) is not CompressedLayer or layer.batch_size != 1:
                 raise argument_error(f"source[{i}]", wanted, describe(layer))
-            sizes = [x.describe() | {"drafts": 0} for x in (layer, own)]
+            sizes = [x._describe() | {"drafts": 0} for x in (layer, own)]
             same = all(
                 np.array_equal(x, y)
                 for one, other in zip(layer.weights, own.weights, strict=True)
@@ -229,7 +229,7 @@ class PagedCompressedCache:
 
     def _fill(self, pools: LayerPools, layer: CompressedLayer, slot: int, table: Array, length: int) -> None:
         """Copy the tokens of a layer with a batch of one to the pools."""
-        arrays, own = layer.arrays(), pools.layer
+        arrays, own = layer._arrays(), pools.layer
         window = arrays["window"]
         kept = np.arange(length - window.shape[1], length)[-pools.ring :]
         at = slot * pools.ring + kept % pools.ring
@@ -248,25 +248,25 @@ class PagedCompressedCache:
 
     def fork(self, seq: Sequence) -> Sequence:
         """Return a new sequence with the same tokens. Blocks are shared; its slot is a copy."""
-        self.check_fork(seq)
+        self._check_fork(seq)
         use, fork = self._uses[seq], self.blocks.fork(seq)
         copy = self._uses[fork] = SlotUse(self._free.pop(), use.floor)
         for array in (array for pools in self.pools for array in pools.of_slots()):
             array[copy.slot] = array[use.slot]
         return fork
 
-    def check_fork(self, seq: Sequence) -> None:
+    def _check_fork(self, seq: Sequence) -> None:
         """Raise the error that `fork` would raise."""
         self._check(seq)
-        self.check_add()
+        self._check_add()
 
     def free(self, seq: Sequence) -> None:
         """End a sequence, and free its slot and the blocks that no fork has."""
-        self.check_free(seq)
+        self._check_free(seq)
         self.blocks.free(seq)
         self._free.append(self._uses.pop(seq).slot)
 
-    def check_free(self, seq: Sequence) -> None:
+    def _check_free(self, seq: Sequence) -> None:
         """Raise the error that `free` would raise."""
         self._check(seq)
 
@@ -279,11 +279,11 @@ class PagedCompressedCache:
         length : int
             How many tokens stay; below 0, how many are dropped. See `CompressedLayer.crop`.
         """
-        left, use = self.check_crop(seq, length), self._uses[seq]
+        left, use = self._check_crop(seq, length), self._uses[seq]
         self.blocks.crop(seq, left)
         use.floor = max(use.floor, left - self.drafts) if left else 0
 
-    def check_crop(self, seq: Sequence, length: SupportsIndex) -> int:
+    def _check_crop(self, seq: Sequence, length: SupportsIndex) -> int:
         """Raise the error that `crop` would raise; return how many tokens stay."""
         floor = self._check(seq).floor
         left = requests.length_after_crop(length, seq.length)
@@ -304,7 +304,7 @@ class PagedCompressedCache:
         if call not in (calls := ("add", "fork", "free", "crop", "begin_step")):
             raise argument_error("call", " or ".join(calls), describe(call))
         try:
-            getattr(self, f"check_{call}")(*arguments)
+            getattr(self, f"_check_{call}")(*arguments)
         except (KvkitError, TypeError) as error:
             return str(error)
         return None
@@ -313,7 +313,7 @@ class PagedCompressedCache:
         """Check a sequence; return its slot."""
         if not isinstance(seq, Sequence) or seq not in self._uses:
             raise argument_error("seq", "a sequence from `add` or `fork` of this cache", describe(seq))
-        self.blocks.check(seq, at_rest=at_rest)
+        self.blocks._check(seq, at_rest=at_rest)
         return self._uses[seq]
 
     # Steps
@@ -331,14 +331,14 @@ class PagedCompressedCache:
         OutOfBlocksError
             If too few blocks are free; then nothing has changed.
         """
-        ordered = self.check_begin_step(sequences)
+        ordered = self._check_begin_step(sequences)
         step = self.blocks.begin_step(ordered)
         for source, copy in step.copies.tolist():
             for array in (array for pools in self.pools for array in pools.of_blocks()):
                 array[copy] = array[source]
         return CompressedStep(self, step, [self._uses[seq] for seq in step.sequences])
 
-    def check_begin_step(self, sequences: Any) -> list[tuple[Sequence, int]]:
+    def _check_begin_step(self, sequences: Any) -> list[tuple[Sequence, int]]:
         """Raise the error that `begin_step` would raise; return the sequences."""
         ordered = list(sequences)
         for seq, count in ordered:
@@ -346,7 +346,7 @@ class PagedCompressedCache:
             integer("new tokens", count, 0, self.step_tokens)
         if self.blocks.open_step is not None:
             raise argument_error("sequences", "the step before to be committed or abandoned", "an open step")
-        if (missing := self.blocks.missing(ordered)) > 0:
+        if (missing := self.blocks._missing(ordered)) > 0:
             raise OutOfBlocksError(missing + self.blocks.available, self.blocks.available)
         return ordered
 
@@ -355,7 +355,7 @@ class PagedCompressedCache:
     def layer_of(self, seq: Sequence, layer_idx: SupportsIndex) -> CompressedLayer:
         """Return a copy of a sequence in one layer, as a layer with a batch of one."""
         use, own = self._check(seq), self.pools[integer("layer_idx", layer_idx, 0, len(self.layers) - 1)]
-        layer = CompressedLayer(**own.layer.describe())
+        layer = CompressedLayer(**own.layer._describe())
         layer.rope, layer.weights, length = own.layer.rope, own.layer.weights, seq.length
         if not length:
             return layer
@@ -366,15 +366,15 @@ class PagedCompressedCache:
             "floor": np.array([floor]),
         }
         if layer.ratio:
-            rows = own.row_slots(np.array(seq.table, np.int64), np.arange(length // layer.ratio))
+            rows = own.row_slots(np.array(seq._table, np.int64), np.arange(length // layer.ratio))
             arrays["rows"] = own.rows.stored(rows)
             if own.keys is not None:
                 stored = zip(INDEX_ARRAYS, own.keys.arrays(), strict=False)
                 arrays |= {name: array[:, rows] for name, array in stored}
-            tokens = np.arange(max(0, floor - layer.past), length)
+            tokens = np.arange(max(0, floor - layer._past), length)
             for name, state in zip(COMPRESSORS, own.states, strict=False):
                 arrays[f"states.{name}"] = state[use.slot, tokens % state.shape[1]][None]
-        layer.fill(arrays, length)
+        layer._fill(arrays, length)
         return layer
 
     def extract(self, seq: Sequence) -> Cache:
@@ -435,14 +435,14 @@ class CompressedStep:
         checked_format("row", row, FLOATS, 2)
         if row.shape != (tokens, layer.dim) or (row.dtype != self.cache.dtype and not layer.format):
             raise argument_error("row", f"[{tokens}, {layer.dim}] of {self.cache.dtype}", describe(row))
-        inputs = layer.checked_inputs(compressor, indexer, (tokens,))
+        inputs = layer._checked_inputs(compressor, indexer, (tokens,))
         ring = self.slots[self.owner] * pools.ring + self.positions % pools.ring
         pools.window.write(ring, row[None])
         for number, (kv, gate) in enumerate(inputs):
             ape, norm = layer.weights[number]
             rows, finished = kvkit.compressed.compress_tokens(
                 kv, gate, ape, pools.states[number], ratio=layer.ratio, overlap=bool(layer.index_dim),
-                norm_weight=norm, rope=layer.rope_of(len(norm)), eps=layer.eps, positions=self.positions,
+                norm_weight=norm, rope=layer._rope_of(len(norm)), eps=layer.eps, positions=self.positions,
                 starts=self.index.seqstarts, state_indices=self.slots,
             )  # fmt: skip
             slots = kvkit.compressed.compressed_slots(
@@ -484,11 +484,11 @@ class CompressedStep:
         if int(layer_idx) not in self.written or query.shape != (tokens, query.shape[1], layer.dim):
             wanted = f"[{tokens}, heads, {layer.dim}], after an update of layer {layer_idx}"
             raise argument_error("query", wanted, query.shape)
-        layer.check_index(index, (tokens,))
+        layer._check_index(index, (tokens,))
         near = self.positions[:, None] - np.arange(layer.near)[::-1]
         ring = self.slots[self.owner][:, None] * pools.ring + near % pools.ring
         output, lse = kvkit.mla.mla_attention(
-            query, pools.window.pool, softmax_scale=layer.scale_of(softmax_scale), value_dim=layer.dim,
+            query, pools.window.pool, softmax_scale=layer._scale_of(softmax_scale), value_dim=layer.dim,
             indices=np.where(near < 0, -1, ring), extra=self._extra(pools, index), sinks=sinks,
             format=layer.format, return_lse=True,
         )  # fmt: skip

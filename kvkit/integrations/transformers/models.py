@@ -115,9 +115,9 @@ def state_layer(config: Any, name: str) -> StateLayer:
 def compressed_layer(config: Any, name: str, drafts: int) -> PooledLayer:
     """Return a layer of DeepSeek V4, whose model pools tokens itself."""
     ratio, index = config.compress_rates.get(name, 0), name == "compressed_sparse_attention"
-    sizes = (config.index_head_dim, config.index_topk) if index else (None, None)
+    index_dim, topk = (config.index_head_dim, config.index_topk) if index else (None, None)
     return PooledLayer(
-        config.head_dim, config.qk_rope_head_dim, config.sliding_window, ratio, *sizes, drafts=drafts
+        config.head_dim, config.qk_rope_head_dim, config.sliding_window, ratio, index_dim, topk, drafts
     )
 
 
