@@ -75,6 +75,11 @@ class Share(click.ParamType):
     "--threshold", type=float, default=0.1, show_default=True,
     help="Advise the smallest scheme whose error is below this in every head. The number is arbitrary.",
 )  # fmt: skip
+@click.option(
+    "--write-scales", "scales", type=click.Path(path_type=Path), metavar="FILE",
+    help="Only calibrate scales of 8-bit floats, and write them as .safetensors that vLLM loads.",
+)  # fmt: skip
+@click.option("--per", default="tensor", show_default=True, help="What has a scale: tensor, head, layer.")
 @tool.rotation
 @tool.layout()
 @tool.names
@@ -84,7 +89,7 @@ class Share(click.ParamType):
 @click.pass_context
 def study(
     ctx, source, model, text, tokens, schemes, evict, budget, judge, rope, bits, error, output, threshold,
-    rotation, layout, keys, values, fused, sizes, dask, as_json,
+    scales, per, rotation, layout, keys, values, fused, sizes, dask, as_json,
 ):  # fmt: skip
     """Measure what quantization and eviction cost a cache, head by head.
 
@@ -106,6 +111,7 @@ def study(
       kvkit study pool.npy --layout "b n h (kv c)" --sizes c=64 --schemes "fp8,int4:g32"
       kvkit study chat.npz --evict "snapkv@0.5,int4:g32,snapkv@0.5+int4:g32" -o report
       kvkit study chat.npz --bits 4.5 -o mix.json
+      kvkit study chat.npz --write-scales scales.safetensors --per head
       kvkit study chat.npz --evict "none,keydiff@0.5,knorm@0.5" --schemes "float16,int4:g32" --budget ada
       kvkit study --model HuggingFaceTB/SmolLM2-135M --text book.txt -o report
     """
@@ -122,6 +128,15 @@ def study(
         source = with_model(by_patterns(source, keys, values, fused), model)
     elif model is None:
         raise argument_error("study", "a FILE or --model", "none")
+    if scales:
+        if source is None:
+            raise argument_error("--write-scales", "a FILE of keys and values", "none")
+        with show.task_bar("layers") as progress:
+            tools.write_scales(
+                source, scales, per, layout=layout, sizes=sizes, rotation=rotation, progress=progress
+            )
+        click.echo(scales, err=True)
+        return
     if source is not None:
         with clusters.mapper(dask) as mapper, show.task_bar("layers", quiet=dask is not None) as progress:
             found = tools.study(

@@ -161,6 +161,14 @@ class Coded:
             return codes.reshape(*stored.shape[:-1], -1)
         return packing.unpack_array(self.format, stored)
 
+    def others(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Return the arrays beside the codes and the tokens left uncoded; a block is split into its parts."""
+        if "codes" in arrays and self.format.order:
+            parts = packing.split_blocks(self.format, np.ascontiguousarray(arrays["codes"]).view(np.uint8))
+            return {name: array for name, array in parts.items() if name not in ("codes", "high")}
+        skipped = {"codes", "rest", *(() if self.extremes is None else self.shared)}
+        return {name: np.asarray(array) for name, array in arrays.items() if name not in skipped}
+
 
 def schemes_named(text: str, scale: Any = None) -> tuple[Any, Any]:
     """Return (scheme of keys, scheme of values) for the name of a class, or a format: "int4:g32+hadamard".

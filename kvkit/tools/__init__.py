@@ -8,6 +8,7 @@
     check       find errors in page tables, slots, layouts, scales and data
     diff        find where two caches or outputs differ, and why
     study       measure what quantization and eviction cost a cache, head by head
+    write_scales    calibrate scales of 8-bit keys and values, and write them for engines
     size        compute how many bytes a model's cache takes
     vectors     make, verify, replay, compare and export packs of golden vectors
 
@@ -27,6 +28,7 @@ TOOLS = {  # {name: its module}
     "diff": "kvkit.tools.comparison",
     "scheme": "kvkit.formats.schemes",
     "study": "kvkit.tools.studies.study",
+    "write_scales": "kvkit.tools.studies.scales",
     "size": "kvkit.tools.sizing",
     "vectors": "kvkit.tools.vectors",
 }

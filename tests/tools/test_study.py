@@ -240,7 +240,8 @@ class Links(html.parser.HTMLParser):
 def test_reports(arrays, tmp_path):
     found = tools.study(arrays, "fp8,int4:g32")
     names = {path.name for path in found.save(tmp_path)}
-    assert names == {"study.json", "report.md", "report.html", "errors.svg", "pareto.svg", "channels.svg"}
+    drawn = {f"{name}.{kind}" for name in ("errors", "pareto", "channels") for kind in ("svg", "png")}
+    assert names == {"study.json", "report.md", "report.html", "table.csv", "table.tex"} | drawn
     assert json.loads((tmp_path / "study.json").read_text())["summary"][0]["scheme"] == "fp8"
     page, links = (tmp_path / "report.html").read_text(), Links()
     links.found = []
@@ -296,8 +297,8 @@ def test_a_report_on_a_full_disk_keeps_the_old_one(arrays, tmp_path, monkeypatch
 def test_a_report_without_matplotlib(arrays, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     names = {path.name for path in tools.study(arrays, "fp8").save(tmp_path / "new")}
-    assert names == {"study.json", "report.md", "report.html"}
-    for name in names - {"study.json"}:
+    assert names == {"study.json", "report.md", "report.html", "table.csv", "table.tex"}
+    for name in ("report.md", "report.html"):
         assert "no pictures: they need matplotlib" in (tmp_path / "new" / name).read_text()
 
 

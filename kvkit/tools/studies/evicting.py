@@ -45,6 +45,7 @@ class Measured(NamedTuple):
     sums: Array  # [sides, (squared errors, squares)]
     side_bits: tuple[int, ...] = ()  # of a scheme
     output_error: float | None = None  # the relative error of the outputs of all heads
+    entropy: Any = None  # bits of a lossless coder with codes of order 0, and by channel, of a scheme
 
 
 class KeptRows(NamedTuple):

@@ -18,6 +18,7 @@ import numpy as np
 
 from kvkit.errors import argument_error
 from kvkit.tools.readers import LayerReader, SideReader
+from kvkit.tools.studies.entropy import COUNTED, CodeCounts, codes_and_others
 
 ELEMENTS = 2**17  # elements encoded at a time
 JUDGING = 64  # at most so many of the last queries of a sequence are measured
@@ -47,6 +48,7 @@ class SideErrors:
     """Sums squares, errors and cosines over the tokens of a side, for each head."""
 
     def __init__(self, heads: int, tokens: int | None = None) -> None:
+        self.counts = None if tokens is None else CodeCounts()
         self.halves = np.zeros((2, 2, heads))  # [squares or errors, half of the tokens, heads]
         self.largest, self.cosines = np.zeros((2, heads))
         self.middle = None if tokens is None else tokens // 2
@@ -104,6 +106,8 @@ class SideErrors:
 
 class TokenErrors:
     """Holds the measures of each token of one head, to sum them over the tokens that policies keep."""
+
+    counts = None
 
     def __init__(self) -> None:
         self.measures: list[np.ndarray] = []  # of parts, [4, tokens, 1]
@@ -172,7 +176,8 @@ def decode_like(scheme: Any, arrays: Any, like: np.ndarray) -> np.ndarray:
 def code_parts(scheme: Any, side: SideReader, errors: SideErrors | TokenErrors) -> Iterator[np.ndarray]:
     """Encode and decode a side, part by part; add errors and bits, and yield the decoded tokens."""
     (scheme,), parts = prepare_schemes(0, side.tokens, (scheme, side))
-    for part, x in zip(parts, floats(side, parts), strict=True):
+    stride = -(-side.tokens // COUNTED)  # one part of so many is counted for its entropy
+    for number, (part, x) in enumerate(zip(parts, floats(side, parts), strict=True)):
         arrays = scheme.encode(x)
         decoded = decode_like(scheme, arrays, x)
         with np.errstate(invalid="ignore", over="ignore"):
@@ -183,6 +188,9 @@ def code_parts(scheme: Any, side: SideReader, errors: SideErrors | TokenErrors) 
         codes = scheme.codes(arrays) if hasattr(scheme, "codes") else None
         if codes is not None and codes.size:
             errors.add_codes(codes, marks_of(scheme.format.code))
+        if errors.counts is not None and number % stride == 0:
+            plain = arrays["rest"].size * side.bits if hasattr(scheme, "others") else 0
+            errors.counts.add(len(x), *codes_and_others(scheme, arrays, codes, x), plain)
         if hasattr(scheme, "stored"):
             errors.bits += scheme.stored(arrays, side.bits, first=not part.start)
         else:

@@ -13,6 +13,8 @@ import numpy as np
 
 from kvkit.tools.studies.policies import NONE, ORACLE, RANDOM, parts_of
 from kvkit.tools.studies.records import StudyRecord
+from kvkit.tools.studies.schemes import EXACT
+from kvkit.tools.studies.words import front_of
 
 MEASURES = {
     "output_error": "error of outputs", "kl": "divergence (nats)", "top_changed": "other top key",
@@ -20,7 +22,10 @@ MEASURES = {
 }  # fmt: skip
 LOGARITHMIC = "output_error", "kl"
 INK = {"light": "#1d2733", "dark": "#d7dee6"}
+DPI = 300  # of pictures for print
+KINDS = {"fewer bits": "#2a9d8f", "fewer tokens": "#e76f51", "both": "#7b5ea7"}
 MAPS = 4  # maps in a row
+LONG = 32  # signs: a longer mix has no name of its own in the picture of all schemes
 NEAR = 10  # points: a name at this distance from its point needs no line to it
 MOST_RINGS = 60  # distances to try for a name
 EIGHTHS = 1, -1, 0, 7, -7, 8, 2, -2, 6, -6, 3, -3, 5, -5, 4, -4  # directions to try, in eighths of pi
@@ -36,9 +41,15 @@ def missing() -> str | None:
 
 
 def pictures(study: StudyRecord, page: str = "light") -> dict[str, str]:
-    """Return {name: SVG}: channels of keys, with errors by layer and head, and error against size.
+    """Return {name: SVG} of the pictures of a study, for a light or a dark page."""
+    return pictures_and_prints(study, page)[0]
 
-    With eviction, one picture of errors against size takes the place of these two.
+
+def pictures_and_prints(study: StudyRecord, page: str) -> tuple[dict[str, str], dict[str, bytes]]:
+    """Return ({name: SVG}, {file name: PNG for print}), the latter for the light page only.
+
+    There are channels of keys, errors by layer and head, and error against size. With eviction, pictures of
+    policies take the place of the last two.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -46,11 +57,147 @@ def pictures(study: StudyRecord, page: str = "light") -> dict[str, str]:
     ink = INK[page]
     with matplotlib.rc_context(style(ink)):
         if study.evicts and study.by_attention:
-            drawn = {"eviction": eviction(study, Figure, ink)}
+            drawn = {
+                "eviction": eviction(study, Figure, ink), "scorers": scorer_panels(study, Figure, ink),
+                "bits_or_tokens": bits_or_tokens(study, Figure, ink),
+            }  # fmt: skip
         else:
             drawn = {"errors": error_maps(study, Figure), "pareto": pareto(study, Figure, ink)}
+        if (name := mapped_scheme(study)) is not None:
+            drawn["heads"] = head_map(study, name, Figure)
         drawn["channels"] = channels(study, Figure)
-        return {name: svg(figure) for name, figure in drawn.items()}
+        prints = {f"{name}.png": png(figure) for name, figure in drawn.items()} if page == "light" else {}
+        return {name: svg(figure) for name, figure in drawn.items()}, prints
+
+
+def png(figure: Any) -> bytes:
+    """Return a figure as PNG, in the resolution of print."""
+    out = io.BytesIO()
+    metadata = {"Software": None}  # equal figures give equal bytes
+    figure.savefig(out, format="png", dpi=DPI, facecolor="white", metadata=metadata, bbox_inches="tight")
+    return out.getvalue()
+
+
+def size_in_words(study: StudyRecord) -> str:
+    """Return how much a study has measured."""
+    return f"{len(study.layers)} layers, {study.tokens:,} tokens"
+
+
+def mapped_scheme(study: StudyRecord) -> str | None:
+    """Return the scheme whose heads are drawn: the chosen mix, or else the advised one; None without any."""
+    if study.mix is not None:
+        return study.mix.text
+    return None if study.advised is None else study.advised.scheme
+
+
+def head_map(study: StudyRecord, scheme: str, Figure: Any) -> Any:
+    """Draw the error of each layer and key head with one scheme; of a mix, also the formats of layers."""
+    measure, sides = ("output_error", {"attention"}) if study.by_attention else ("relative_rms", set())
+    table = np.zeros((len(study.layers), study.num_kv_heads))
+    line_of_layer = {layer: i for i, layer in enumerate(study.layers)}
+    for row in study.rows:
+        if row["scheme"] == scheme and (row["side"] in sides or not sides):
+            at = line_of_layer[row["layer"]], row["head"]
+            table[at] = max(table[at], row[measure])
+    figure = Figure(
+        figsize=(3.2 + 0.12 * study.num_kv_heads, 1.4 + 0.13 * len(study.layers)), layout="constrained"
+    )
+    ax = figure.subplots()
+    image = ax.imshow(100 * table, cmap="viridis", vmin=0, aspect="auto", interpolation="nearest")
+    ax.set_yticks(
+        range(len(study.layers)), [name.removeprefix("layer ") for name in study.layers], fontsize=6
+    )
+    ax.set_xticks(range(study.num_kv_heads))
+    ax.set_xlabel("key head")
+    ax.set_ylabel("layer")
+    if study.mix is not None and study.mix.text == scheme:
+        formats = [key if key == value else f"{key} / {value}" for _, key, value in study.mix.layers]
+        right = ax.secondary_yaxis("right")
+        right.set_yticks(range(len(formats)), formats, fontsize=6)
+        right.tick_params(length=0)
+    title = f"{scheme if study.mix is None else 'the chosen mix'}; {size_in_words(study)}"
+    ax.set_title(title, fontsize=8)
+    what = "outputs" if study.by_attention else "keys or values"
+    figure.colorbar(image, ax=ax, label=f"error of {what} (%)")
+    return figure
+
+
+def bits_or_tokens(study: StudyRecord, Figure: Any, ink: str) -> Any:
+    """Draw the error of outputs against bytes for fewer bits, fewer tokens, and both: the best of each."""
+    figure = Figure(figsize=(4.8, 3.2), layout="constrained")
+    ax = figure.subplots()
+    kinds: dict[str, list[tuple[float, float]]] = {name: [] for name in KINDS}
+    for one in study.summary:
+        parts = parts_of(one.scheme)
+        if parts is not None and parts.scorer in (RANDOM, ORACLE):
+            continue
+        whole = parts is not None and parts.scheme in ("", *EXACT, "fp16", "bf16", "fp32")
+        kind = "fewer bits" if parts is None else "fewer tokens" if whole else "both"
+        kinds[kind].append((one.bytes_per_token, one.output_error or 0.0))
+    for (kind, points), colour in zip(kinds.items(), KINDS.values(), strict=True):
+        if points:
+            ax.plot(*zip(*points, strict=True), "o", color=colour, markersize=3, alpha=0.35)
+            line = {"color": colour, "markersize": 4, "linewidth": 1.4, "clip_on": False}
+            ax.plot(*zip(*best_of(points), strict=True), "o-", label=kind, **line)
+    ax.set_xscale("log")
+    shown = [error for points in kinds.values() for _, error in points if error > 0]
+    if shown:
+        ax.set_yscale("symlog", linthresh=min(shown), linscale=0.3)
+        ax.set_ylim(0, 1.6 * max(shown))
+    readable_bytes(ax)
+    ax.set_xlabel("bytes per token of the context")
+    ax.set_ylabel("relative error of outputs")
+    ax.set_title(size_in_words(study), fontsize=8, loc="right")
+    ax.legend(frameon=False, fontsize=8, loc="upper right")
+    return figure
+
+
+def scorer_panels(study: StudyRecord, Figure: Any, ink: str) -> Any:
+    """Draw a panel for each scorer: its errors of outputs against bytes, before those of all others."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for one in study.summary:
+        if (parts := parts_of(one.scheme)) is not None:
+            lines.setdefault(parts.scorer, []).append((one.bytes_per_token, one.output_error or 0.0))
+    wide, high = min(len(lines), MAPS), -(-len(lines) // MAPS)
+    figure = Figure(figsize=(1.9 * wide + 0.6, 1.7 * high + 0.5), layout="constrained")
+    axes = figure.subplots(high, wide, sharex=True, sharey=True, squeeze=False).ravel()
+    for ax, name in itertools.zip_longest(axes, lines):
+        if name is None:
+            ax.set_axis_off()
+            continue
+        for points in lines.values():
+            ax.plot(*zip(*sorted(points), strict=True), ".", color=ink, alpha=0.18, markersize=4)
+        ax.plot(*zip(*lines[name], strict=True), "o", color="#2a9d8f", markersize=3)
+        ax.plot(*zip(*best_of(lines[name]), strict=True), color="#2a9d8f", linewidth=1.2)
+        ax.set_title(name, fontsize=8)
+    axes[0].set_xscale("log")
+    if min(error for points in lines.values() for _, error in points) > 0:
+        axes[0].set_yscale("log")
+    readable_bytes(axes[0])
+    for ax in axes:
+        ax.tick_params(labelsize=7)
+        ax.tick_params(axis="x", labelrotation=45)
+    figure.supxlabel(f"bytes per token of the context; {size_in_words(study)}", fontsize=8)
+    figure.supylabel("relative error of outputs", fontsize=8)
+    return figure
+
+
+def best_of(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points (bytes, error) whose error is below that of all with fewer bytes, in order."""
+    best: list[tuple[float, float]] = []
+    for at in sorted(points):
+        if not best or at[1] < best[-1][1]:
+            best.append(at)
+    return best
+
+
+def readable_bytes(ax: Any) -> None:
+    """Write the bytes on a logarithmic axis in digits."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.xaxis.set_major_formatter(lambda number, _: f"{number:,.0f}")
+    ax.xaxis.set_minor_formatter(NullFormatter())
 
 
 def style(ink: str) -> Any:
@@ -103,20 +250,20 @@ def pareto(study: StudyRecord, Figure: Any, ink: str) -> Any:
     """Draw error against bits; a line joins the schemes that no other scheme beats in both."""
     figure = Figure(figsize=(4.8, 3.4), layout="constrained")
     ax = figure.subplots()
-    points = sorted((one.bits, one.advised_error, one.scheme) for one in study.summary)
-    front, best = [], np.inf
-    for bits, error, _ in points:
-        if error < best:
-            front.append((bits, error))
-            best = error
+    mix = None if study.mix is None or len(study.mix.text) < LONG else study.mix.text
+    names = {one.scheme: "the chosen mix" if one.scheme == mix else one.scheme for one in study.summary}
+    points = sorted((one.bits, one.advised_error, names[one.scheme]) for one in study.summary)
+    front = [(one.bits, one.advised_error) for one in front_of(study.summary)]
     if len(front) > 1:
         ax.plot(*zip(*front, strict=True), color="#2a9d8f", linewidth=1)
     for bits, error, _ in points:
-        ax.plot(bits, error, "o", color="#2a9d8f" if (bits, error) in front else "#e76f51")
+        best = (bits, error) in front
+        ax.plot(bits, error, "o", color="#2a9d8f" if best else "#e76f51", zorder=4 if best else 3)
     if all(error > 0 for _, error, _ in points):
         ax.set_yscale("log")
     ax.set_xlabel("bits a number, scales and all")
     ax.set_ylabel(f"relative error of the worst head{', outputs' * study.by_attention}")
+    ax.set_title(size_in_words(study), fontsize=8, loc="right")
     label_points(figure, ax, points, front, ink)
     return figure
 
@@ -127,8 +274,6 @@ def eviction(study: StudyRecord, Figure: Any, ink: str, wanted: Sequence[str] = 
     Each scheme of kept tokens has a column; the first column also has the codes of all tokens. Lines end
     where all tokens stay.
     """
-    from matplotlib.ticker import LogLocator, NullFormatter
-
     # A scheme of all tokens counts as a policy without a scorer.
     parts = [(parts_of(one.scheme) or ("", 1.0, one.scheme), one) for one in study.summary]
     columns = list(dict.fromkeys(scheme for (scorer, _, scheme), _ in parts if scorer))
@@ -151,7 +296,7 @@ def eviction(study: StudyRecord, Figure: Any, ink: str, wanted: Sequence[str] = 
         if not row:
             ax.set_title(f"coded as {scheme}" if scheme else "as the source has them", fontsize=9)
         if row == len(measures) - 1:
-            ax.set_xlabel("bytes per token of the context")
+            ax.set_xlabel(f"bytes per token of the context ({study.tokens:,} tokens)")
     for (measure, label), ax in zip(((name, MEASURES[name]) for name in measures), axes[:, 0], strict=True):
         numbers = [vars(one)[measure] for (scorer, *_), one in parts if scorer]
         if measure in LOGARITHMIC and min(numbers) > 0:  # leave room for codes of smaller or no cost
@@ -159,9 +304,7 @@ def eviction(study: StudyRecord, Figure: Any, ink: str, wanted: Sequence[str] = 
             ax.set_ylim(0, 1.6 * max(numbers))
         ax.set_ylabel(label)
     axes[0, 0].set_xscale("log")
-    axes[0, 0].xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes[0, 0].xaxis.set_major_formatter(lambda number, _: f"{number:,.0f}")
-    axes[0, 0].xaxis.set_minor_formatter(NullFormatter())
+    readable_bytes(axes[0, 0])
     axes[0, 0].margins(x=0.12)
     found = (ax.get_legend_handles_labels() for ax in axes[0])
     lines = {name: line for pair in found for line, name in zip(*pair, strict=True)}
@@ -192,7 +335,8 @@ def label_points(
         taken += [(x, y, x, y) for x, y in np.linspace(begin, end, 100)]
     for number, ((bits, error, name), (x, y)) in enumerate(zip(points, centres, strict=True)):
         label = ax.annotate(
-            name, (bits, error), xytext=(0, 0), textcoords="offset points", fontsize=8, color=ink,
+            name, (bits, error), xytext=(0, 0), textcoords="offset points", color=ink,
+            fontsize=8 if (bits, error) in front else 6.5, alpha=1 if (bits, error) in front else 0.75,
             arrowprops={"arrowstyle": "-", "color": ink, "linewidth": 0.4, "shrinkA": 0, "shrinkB": 3},
         )  # fmt: skip
         label.set_gid(f"name-{number}")
@@ -241,6 +385,7 @@ def channels(study: StudyRecord, Figure: Any) -> Any:
     ax.set_yscale("symlog", linthresh=1)
     ax.set_xlabel("mean magnitude of a key channel / median of its head")
     ax.set_ylabel("channels")
+    ax.set_title(size_in_words(study), fontsize=8, loc="right")
     if len(study.channels) <= 6:
         ax.legend(frameon=False, fontsize=8, loc="upper right")
     return figure

@@ -53,6 +53,10 @@ class Summary:
     halves : list of float or None
         The mean of this error over the first and the second half of the tokens; with queries, of the tokens
         whose queries measure it.
+    entropy, channel_entropy : float or None
+        Bits per number that a lossless coder would need for codes and scales: with a table of code
+        frequencies for the keys or values of a layer, or for each of their channels. Tables are not counted,
+        nor more than 4,096 tokens of a layer. None with eviction.
     order_holds : float or None
         The share of the other schemes (or policies) that are better in both halves or worse in both.
     """
@@ -79,6 +83,8 @@ class Summary:
     quartiles: list[float] | None = None
     halves: list[float] | None = None
     order_holds: float | None = None
+    entropy: float | None = None
+    channel_entropy: float | None = None
 
     @property
     def evicts(self) -> bool:
@@ -206,17 +212,22 @@ class StudyRecord:
         by = "kl" if any("kl" in row for row in own) else "relative_rms"
         return sorted((row for row in own if by in row), key=lambda row: -row[by])[:count]
 
+    @property
+    def advised(self) -> Summary | None:
+        """Return the smallest scheme whose worst head has an error within the threshold; None without any."""
+        fine = [one for one in self.summary if one.advised_error <= self.threshold]
+        return min(fine, key=lambda one: one.bits, default=None)
+
     def budget(self) -> str:
         """Return a line that names the smallest scheme whose worst head has an error within the threshold."""
         what = "attention output" if self.by_attention else "keys and values"
         within = f"the {what} of every head within an error of {100 * self.threshold:g} %"
         arbitrary = f"(an arbitrary limit: threshold={self.threshold:g})"
-        fine = [one for one in self.summary if one.advised_error <= self.threshold]
-        if self.unjudged and not fine and all(one.evicts for one in self.summary):
+        best = self.advised
+        if self.unjudged and best is None and all(one.evicts for one in self.summary):
             return "without queries no policy can be advised"
-        if not fine:
+        if best is None:
             return f"no scheme keeps {within} {arbitrary}"
-        best = min(fine, key=lambda one: one.bits)
         return (
             f"the smallest that keeps {within}: {best.scheme}, {best.bits:.2f} bits a number, "
             f"{best.bytes_per_token:,.0f} bytes a token {arbitrary}"

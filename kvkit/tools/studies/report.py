@@ -15,7 +15,15 @@ from kvkit.files.paths import name_in_errors
 from kvkit.files.replace import replacing
 from kvkit.tools.studies import plots
 from kvkit.tools.studies.records import StudyRecord
-from kvkit.tools.studies.words import TextTable, deciding_columns, table, table_of_heads, worst_heads
+from kvkit.tools.studies.words import (
+    TextTable,
+    as_csv,
+    as_latex,
+    deciding_columns,
+    table,
+    table_of_heads,
+    worst_heads,
+)
 
 REPORTS = "study.json", "report.md", "report.html"
 CAPTIONS = {
@@ -24,6 +32,10 @@ CAPTIONS = {
     "joins the schemes that no other scheme beats in both",
     "eviction": "Loss of attention against bytes per token of the context (kept or not). A line for each "
     "scorer, a column for each scheme of kept tokens, squares for schemes of all tokens",
+    "scorers": "Error of outputs against bytes per token of the context, a panel for each scorer",
+    "bits_or_tokens": "For the same bytes: fewer bits for all tokens, fewer tokens as they are, or both. A "
+    "line joins the best of each kind; oracle and random are left out",
+    "heads": "Error of each head with one scheme: the chosen mix, or the scheme that is advised",
     "channels": "Channels of keys: outliers are far to the right",
 }
 END = (
@@ -32,7 +44,8 @@ END = (
 )
 ORDER = (
     "Heads 25-75 %: the quartiles over heads of the error that the advice goes by. Order holds: the share of "
-    "the other schemes that are better, or worse, in both halves of the tokens"
+    "the other schemes that are better, or worse, in both halves of the tokens. Entropy: the bits that a "
+    "lossless coder would need, with one table of codes for a layer's keys or values, or one by channel"
 )
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2733; --paper: #ffffff; --line: #d5dbe1; --mark: #2a9d8f; }
@@ -88,22 +101,27 @@ def write_report(study: StudyRecord, folder: Path) -> list[Path]:
     check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     lacking = plots.missing()
-    drawn = {page: {} if lacking else plots.pictures(study, page) for page in ("light", "dark")}
+    drawn: dict[str, dict[str, str]] = {"light": {}, "dark": {}}
+    prints: dict[str, bytes] = {}
+    for page in () if lacking else drawn:
+        drawn[page], of_page = plots.pictures_and_prints(study, page)
+        prints |= of_page
     if lacking:
         study = replace(study, notes=(*study.notes, lacking))
-    texts = {f"{name}.svg": text for name, text in drawn["light"].items()}
+    texts: dict[str, str | bytes] = {f"{name}.svg": text for name, text in drawn["light"].items()}
+    texts |= prints | {"table.csv": as_csv(study), "table.tex": as_latex(study)}
     reports = json.dumps(study.to_dict(), indent=1) + "\n", markdown(study, list(drawn["light"]))
-    texts |= dict(zip(REPORTS, (*reports, page(study, drawn)), strict=True))
+    texts |= dict(zip(REPORTS, (*reports, html_page(study, drawn)), strict=True))
     replace_all(folder, texts)
     return [folder / name for name in texts]
 
 
-def replace_all(folder: Path, texts: Mapping[str, str]) -> None:
+def replace_all(folder: Path, texts: Mapping[str, str | bytes]) -> None:
     """Replace files that belong together, reports last, so that no report refers to files of another one."""
     with name_in_errors(folder), contextlib.ExitStack() as files:
         for name, text in reversed(list(texts.items())):  # the stack renames the last file first
             file = files.enter_context(replacing(folder / name))
-            file.write(text.encode())
+            file.write(text if isinstance(text, bytes) else text.encode())
             file.flush()
             os.fsync(file.fileno())
         for name in REPORTS:
@@ -137,7 +155,7 @@ def sortable(cells: TextTable) -> str:
     return f"<table><thead><tr>{''.join(titles)}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def page(study: StudyRecord, drawn: dict[str, dict[str, str]]) -> str:
+def html_page(study: StudyRecord, drawn: dict[str, dict[str, str]]) -> str:
     """Return a self-contained HTML page."""
     escape = html.escape
     worst = "".join(f"<li>{escape(name)}: {escape(heads)}</li>" for name, heads in worst_heads(study))

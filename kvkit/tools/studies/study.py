@@ -19,7 +19,7 @@ from kvkit.tools.studies import evicting, measures, mixes, report
 from kvkit.tools.studies.policies import StudyPlan, Target, make_plan, make_target
 from kvkit.tools.studies.records import THRESHOLD, WORST, ChosenMix, StudyRecord, Summary, TableRow
 from kvkit.tools.studies.schemes import DEFAULT, MIXED, Cast, fitting_schemes
-from kvkit.tools.studies.words import mix_in_words, table, worst_heads
+from kvkit.tools.studies.words import in_short, mix_in_words, table, worst_heads
 from kvkit.tools.tasks import Lazy, Mapper
 from kvkit.tools.text import columns
 
@@ -33,7 +33,7 @@ class Study(StudyRecord):
     """
 
     def save(self, folder: str | os.PathLike[str]) -> list[Path]:
-        """Write study.json, report.md, plots, and report.html (self-contained).
+        """Write study.json, report.md, table.csv, table.tex, plots as SVG and PNG, and report.html.
 
         Plots need matplotlib, the extra ``plot``. Without it they are left out, and the report says so. A
         study that found a mix also writes mix.json.
@@ -51,11 +51,11 @@ class Study(StudyRecord):
         layers = f"{len(self.layers)} layer{'s' * (len(self.layers) != 1)}"
         parts = [f"{self.source}: {layers}, {self.num_kv_heads} key heads, {self.tokens:,} tokens"]
         notes = "\n".join(f"note: {note}" for note in self.notes)
-        parts += [notes] * self.unjudged + mix_in_words(self.mix)
+        parts += [notes] * self.unjudged + mix_in_words(self.mix) + in_short(self)
         parts.append(columns(*table(self.summary, wide=False), MAX_ROWS))
         if heads := worst_heads(self):
             parts.append(f"the {WORST} worst heads\n" + columns(("scheme", ""), heads, MAX_ROWS))
-        parts += [self.budget()] + [notes] * (not self.unjudged)
+        parts += [notes] * (not self.unjudged)
         return "\n\n".join(filter(None, parts))
 
 
@@ -275,12 +275,15 @@ class StudiedLayer:
     rows: list[TableRow]
     bits: dict[str, float]  # {scheme: stored bits}
     sums: dict[str, np.ndarray]  # {scheme: [side, (sum of squared errors, sum of squares)]}
+    entropy: dict[
+        str, Any
+    ]  # {scheme: bits of a lossless coder, of order 0 and by channel; None for policies}
     outputs: dict[str, float | None]  # {scheme: relative error of attention's outputs over all heads}
     costs: mixes.PairCosts | None  # of the candidates for a mix
 
     def joined(self, other: StudiedLayer) -> StudiedLayer:
         """Return the results of both, which have studied other schemes of the same layer."""
-        names = "bits", "sums", "outputs"
+        names = "bits", "sums", "entropy", "outputs"
         dicts = {name: getattr(self, name) | getattr(other, name) for name in names}
         return replace(self, rows=self.rows + other.rows, **dicts)
 
@@ -340,6 +343,7 @@ def study_layer(source: Lazy, plan: Lazy, title: str, i: int) -> StudiedLayer:
         layer.name, heads, tokens, elements, outliers=outliers, channels=channels, rows=rows,
         bits={each: found[each].bits for each in chosen.names},
         sums={each: found[each].sums for each in chosen.names},
+        entropy={each: found[each].entropy for each in chosen.names},
         outputs={each: found[each].output_error for each in chosen.names},
         costs=mixes.costs_of([found[each].side_bits for each in chosen.candidates], pairs),
     )  # fmt: skip
@@ -354,7 +358,7 @@ def study_scheme(
     """
     found: list[TableRow] = []
     kept = {"weight_kept": 1.0, "tokens_kept": layer.key.tokens} if evicts else {}
-    stored, sums, output_error = [], [], None
+    stored, sums, output_error, entropy = [], [], None, np.zeros(2)
     try:
         for (side, data), scheme in zip(layer.sides.items(), schemes, strict=False):
             errors = measures.SideErrors(data.heads, data.tokens)
@@ -362,6 +366,7 @@ def study_scheme(
                 pass  # only errors and bits are needed
             found += [{"head": h, "side": side, **row} for h, row in enumerate(errors.by_head())]
             stored.append(errors.bits)
+            entropy += errors.counts.bits(data.tokens) if errors.counts else 0
             sums.append((errors.errors.sum(), errors.squares.sum()))
         if layer.value_dim:  # a latent row has the scheme of keys
             sums, schemes = sums * 2, schemes[:1] * 2
@@ -375,7 +380,7 @@ def study_scheme(
     except Exception as error:
         cause = f"{type(error).__name__} ({error})"
         raise argument_error(f"scheme {name}", f"to code {layer.name}", cause) from error
-    return evicting.Measured(found, sum(stored), np.array(sums), tuple(stored), output_error)
+    return evicting.Measured(found, sum(stored), np.array(sums), tuple(stored), output_error, entropy)
 
 
 def summary_of(name: str, rows: list[TableRow], layers: list[StudiedLayer]) -> Summary:
@@ -399,6 +404,9 @@ def summary_of(name: str, rows: list[TableRow], layers: list[StudiedLayer]) -> S
     means["quartiles"] = np.percentile([row[measure] for row in judged], (25, 50, 75)).tolist()
     if halves := [row["halves"] for row in judged if "halves" in row]:
         means["halves"] = np.mean(halves, 0).tolist()
+    if all(layer.entropy[name] is not None for layer in layers):
+        numbers = sum(layer.entropy[name] for layer in layers) / sum(layer.elements for layer in layers)
+        means["entropy"], means["channel_entropy"] = numbers.tolist()
     return Summary(
         name, bits / sum(layer.elements for layer in layers), bits / 8 / layers[-1].tokens,
         key_error=errors[0], value_error=errors[1], worst_error=max(row["relative_rms"] for row in sides),

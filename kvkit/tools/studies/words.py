@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
+
+import numpy as np
 
 from kvkit.tools.studies.policies import ORACLE, RANDOM, parts_of
 from kvkit.tools.studies.records import ChosenMix, StudyRecord, Summary
@@ -11,7 +16,8 @@ from kvkit.tools.studies.records import ChosenMix, StudyRecord, Summary
 TextTable = tuple[tuple[str, ...], list[tuple[str, ...]]]  # headings, and rows
 NO_POLICY = " (no policy)"
 COLUMNS = {  # {field: (heading, format of its numbers)}, the most important first
-    "bits": ("bits", ".2f"), "bytes_per_token": ("bytes a token", ",.0f"),
+    "bits": ("bits", ".2f"), "entropy": ("entropy", ".2f"), "channel_entropy": ("by channel", ".2f"),
+    "bytes_per_token": ("bytes a token", ",.0f"),
     "tokens_kept": ("tokens kept", ",.0f"), "weight_kept": ("weight kept", "%"),
     "perplexity": ("perplexity", ".2f"), "agreement": ("agreement", "%"),
     "worst_output": ("worst output", ".4f"), "output_error": ("output", ".4f"),
@@ -23,6 +29,17 @@ COLUMNS = {  # {field: (heading, format of its numbers)}, the most important fir
 }  # fmt: skip
 NOT_ON_TERMINALS = "largest error", "cosine", "logit"  # columns that are left out there
 NOT_WITH_POLICIES = *NOT_ON_TERMINALS, "at an end", "zero"
+LATEX = (
+    "scheme",
+    "bits",
+    "bytes a token",
+    "weight kept",
+    "perplexity",
+    "worst output",
+    "output",
+    "keys",
+    "values",
+)
 ERRORS = "worst_error", "key_error", "value_error"  # of the decoded keys and values
 DECIDING = (  # columns on a narrow screen: the first of these lists of which a table has all
     ("scheme", "bytes a token", "agreement", "weight kept"),
@@ -43,6 +60,34 @@ def table(summary: list[Summary], wide: bool = True) -> TextTable:
     evicts = any(one.evicts for one in summary)
     hidden = NOT_WITH_POLICIES if evicts else () if wide else NOT_ON_TERMINALS
     return filled_columns([{name: row[name] for name in row if name not in hidden} for row in rows])
+
+
+def as_csv(study: StudyRecord) -> str:
+    """Return the summary as CSV: a line for each scheme, with all digits."""
+    out = io.StringIO()
+    lines = [asdict(one) for one in study.summary]
+    names = [name for name in lines[0] if any(line[name] is not None for line in lines)]
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(names)
+    writer.writerows([[line[name] for name in names] for line in lines])
+    return out.getvalue()
+
+
+def as_latex(study: StudyRecord) -> str:
+    """Return the main columns of the summary as a LaTeX table, for the package booktabs."""
+    headings, rows = table(study.summary)
+    wanted = [name for name in LATEX if name in headings]
+    places = [headings.index(name) for name in wanted]
+    escape = {"%": r"\%", "_": r"\_", "&": r"\&", "#": r"\#"}
+
+    def line(cells: Sequence[str]) -> str:
+        return " & ".join("".join(escape.get(sign, sign) for sign in cell) for cell in cells) + r" \\"
+
+    body = [line([row[place] for place in places]) for row in rows]
+    caption = f"% {study.source}: {len(study.layers)} layers, {study.tokens:,} tokens".replace("\n", " ")
+    begin = rf"\begin{{tabular}}{{l{'r' * (len(wanted) - 1)}}}"
+    parts = caption, begin, r"\toprule", line(wanted), r"\midrule", *body, r"\bottomrule", r"\end{tabular}"
+    return "\n".join(parts) + "\n"
 
 
 def deciding_columns(headings: tuple[str, ...]) -> tuple[str, ...]:
@@ -81,6 +126,37 @@ def filled_columns(rows: list[dict[str, str]]) -> TextTable:
     """Return a table of rows {heading: cell}, without columns that are empty in all rows."""
     names = [name for name in rows[0] if any(row[name] for row in rows)]
     return tuple(names), [tuple(row[name] for name in names) for row in rows]
+
+
+def front_of(summary: list[Summary]) -> list[Summary]:
+    """Return the schemes that no other scheme beats in both bits and the advised error, by their bits."""
+    front: list[Summary] = []
+    for one in sorted(summary, key=lambda each: (each.bits, each.advised_error)):
+        if one.advised_error < (front[-1].advised_error if front else float("inf")):
+            front.append(one)
+    return front
+
+
+def in_short(study: StudyRecord, most: int = 6) -> list[str]:
+    """Return at most ten lines: what is recommended, what else is best, and how far to believe it."""
+    front = front_of(study.summary)
+    shown = front if len(front) <= most else [front[i * (len(front) - 1) // (most - 1)] for i in range(most)]
+    lines = [study.budget()]
+    what = "outputs" if study.by_attention else "keys and values"
+    lines += [
+        f"  {one.scheme}: {one.bits:.2f} bits, {what} of the worst head {one.advised_error:.2%}"
+        for one in shown
+    ]
+    if holds := [one.order_holds for one in study.summary if one.order_holds is not None]:
+        lines.append(
+            f"the order is the same in both halves of the tokens for {np.mean(holds):.0%} of the pairs"
+        )
+    best = study.advised
+    if best and best.channel_entropy:
+        lines.append(
+            f"a lossless coder would need {best.channel_entropy:.2f} bits a number for {best.scheme}"
+        )
+    return ["\n".join(lines)]
 
 
 def mix_in_words(mix: ChosenMix | None) -> list[str]:
