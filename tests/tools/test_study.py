@@ -240,14 +240,16 @@ class Links(html.parser.HTMLParser):
 def test_reports(arrays, tmp_path):
     found = tools.study(arrays, "fp8,int4:g32")
     names = {path.name for path in found.save(tmp_path)}
-    drawn = {f"{name}.{kind}" for name in ("errors", "pareto", "channels") for kind in ("svg", "png")}
+    drawn = {
+        f"{name}.{kind}" for name in ("errors", "pareto", "heads", "channels") for kind in ("svg", "png")
+    }
     assert names == {"study.json", "report.md", "report.html", "table.csv", "table.tex"} | drawn
     assert json.loads((tmp_path / "study.json").read_text())["summary"][0]["scheme"] == "fp8"
     page, links = (tmp_path / "report.html").read_text(), Links()
     links.found = []
     links.feed(page)
     assert links.found == []
-    assert page.count("<svg") == 6  # three, for a light and a dark page
+    assert page.count("<svg") == 8  # four, for a light and a dark page
     assert "layer 1 head 2" in (tmp_path / "report.md").read_text()
     cells = ["int4:g32", "layer 1", "2", "keys"]
     assert f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}" in page

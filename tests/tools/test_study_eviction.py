@@ -302,7 +302,7 @@ def test_the_verb_and_its_report(arrays, tmp_path):
     assert found[4]["tokens_kept"] == 19 + 27 + 4
     page = (tmp_path / "report" / "report.html").read_text()
     assert "oracle@0.5 (no policy)" in page
-    assert page.count("<svg") == 4  # of eviction and of channels, for a light and a dark page
+    assert page.count("<svg") == 8  # three of eviction and one of channels, for a light and a dark page
     wrong = CliRunner().invoke(main, ["study", str(path), "--evict", "snapk@0.5"])
     assert (wrong.exit_code, "--evict: expected a scorer" in wrong.stderr) == (2, True)
 
