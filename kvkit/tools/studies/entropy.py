@@ -9,7 +9,7 @@ import numpy as np
 
 from kvkit.typed import Array
 
-COUNTED = 4096  # tokens of a side that are counted at most, in parts over its whole length
+COUNTED = 2048  # tokens of a side that are counted at most, in parts over its whole length
 
 
 def codes_and_others(
@@ -45,9 +45,12 @@ class CodeCounts:
         self.plain += plain
         if codes is not None and codes.size:
             channels = codes.shape[1] * codes.shape[2]
-            index = codes.reshape(len(codes), channels) + np.arange(0, 256 * channels, 256, dtype=np.int32)
-            found = np.bincount(index.ravel(), minlength=256 * channels).reshape(channels, 256)
-            self.codes = found if self.codes is None else self.codes + found
+            if self.codes is None:
+                self.codes = np.zeros((channels, 256), np.int64)
+            size = 16 if codes.max() < 16 else 256  # a small table stays in a processor's cache
+            index = codes.reshape(len(codes), channels) + np.arange(0, size * channels, size)
+            found = np.bincount(index.ravel(), minlength=size * channels)
+            self.codes[:, :size] += found.reshape(channels, size)
         for name, array in others.items():
             data = np.ascontiguousarray(array).reshape(-1)
             for place, column in enumerate(data.view(np.uint8).reshape(len(data), -1).T if len(data) else ()):

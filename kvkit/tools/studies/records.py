@@ -56,7 +56,7 @@ class Summary:
     entropy, channel_entropy : float or None
         Bits per number that a lossless coder would need for codes and scales: with a table of code
         frequencies for the keys or values of a layer, or for each of their channels. Tables are not counted,
-        nor more than 4,096 tokens of a layer. None with eviction.
+        nor more than about 2,048 tokens of a layer. None with eviction.
     order_holds : float or None
         The share of the other schemes (or policies) that are better in both halves or worse in both.
     """
