@@ -55,15 +55,13 @@ def test_the_best_tokens_stay_and_attention_reads_them():
     assert cache.layers[0].positions[-1] == 40
 
 
-@pytest.mark.parametrize("offloaded", [False, True])
-def test_memory_is_freed(tmp_path, offloaded):
-    cache = filled(tokens=1000, offload=tmp_path if offloaded else None)
+def test_memory_is_freed():
+    cache = filled(tokens=1000)
     before = cache.layers[0].store.capacity
     cache.compress("knorm", keep=0.1)
     store = cache.layers[0].store
     assert store.capacity <= 116 < before / 8
     assert store.keys.nbytes == 2 * 2 * store.capacity * 8 * 4
-    cache.close()
 
 
 def test_a_function_and_scores_of_ones_own():
@@ -352,8 +350,8 @@ def test_a_generation_is_compressed_again_and_again():
     assert cache.get_seq_length() == 30
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "heads", "paged", "seq", "file"])
-def test_of_tokens_that_share_a_position_the_best_stay(kind, tmp_path):
+@pytest.mark.parametrize("kind", ["dynamic", "heads", "paged", "seq"])
+def test_of_tokens_that_share_a_position_the_best_stay(kind):
     """Rows are chosen, and not positions."""
     keys, values = states(8, 1, 1), states(8, 1, 1, seed=1)
     scores, best = np.array([8, 1, 7, 2, 6, 3, 5, 4.0]).reshape(1, 1, 8), [0, 2, 4, 6]
@@ -363,8 +361,6 @@ def test_of_tokens_that_share_a_position_the_best_stay(kind, tmp_path):
         if paged
         else DynamicCache(1, rope="none")
     )
-    if kind == "file":
-        cache.offload(tmp_path / "cache")
     cache.update(keys, values, 0)
     target = getattr(cache, "rows", cache)
     target.divide(0, None, 2)
@@ -381,4 +377,3 @@ def test_of_tokens_that_share_a_position_the_best_stay(kind, tmp_path):
     assert layer.get_seq_length() == 4
     np.testing.assert_array_equal(layer._stored()[0], keys[:, :, best])
     np.testing.assert_array_equal(layer._stored()[1], values[:, :, best])
-    cache.close()

@@ -170,13 +170,10 @@ def test_crop_says_what_can_stay(kind):
     np.testing.assert_allclose(out, run(made(kind), kind, ())[0], atol=2e-5)
 
 
-@pytest.mark.parametrize("mapped", [False, True])
 @kinds
-def test_files_and_batches(kind, mapped, tmp_path):
+def test_files_and_batches(kind, tmp_path):
     """A loaded cache goes on as the saved one; batches are reordered with all arrays."""
     cache = Cache([made(kind, drafts=2)])
-    if mapped:
-        cache.offload(tmp_path, only_non_sliding=False)
     run(cache.layers[0], kind, (6, 9), 14, batch=2)
     cache.save(tmp_path / "a.npz")
     loaded = load(tmp_path / "a.npz")
@@ -189,7 +186,6 @@ def test_files_and_batches(kind, mapped, tmp_path):
         layer.crop(-1)
         out, _ = run(layer, kind, (15, 16), begin=13, batch=batch)
         np.testing.assert_allclose(out[1:], wanted, atol=2e-5)
-    cache.close()
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])

@@ -159,7 +159,7 @@ def test_rows_of_the_batch(tmp_path):
 
 
 @kinds
-def test_saved_offloaded_and_reset(kind, tmp_path):
+def test_saved_and_reset(kind, tmp_path):
     model, cache = Model(kind), Cache([layer_of(kind, checkpoint_every=5)])
     model.step(cache.layers[0], 0, 10)
     cache.save(tmp_path / "saved")
@@ -174,13 +174,6 @@ def test_saved_offloaded_and_reset(kind, tmp_path):
     cache.reset()
     model.step(cache.layers[0], 0, 3)
     assert_states(cache.layers[0], model.expected(3)[1])
-
-
-def test_a_layer_in_files(tmp_path):
-    model, cache = Model(), kvkit.cache.Cache([layer_of()], offload=tmp_path)
-    model.step(cache.layers[0], 0, 10)
-    model.step(cache.layers[0], 10, 11)
-    assert_states(cache.layers[0], model.expected(11)[1])
 
 
 def test_states_beside_pages():

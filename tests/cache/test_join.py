@@ -83,12 +83,9 @@ def check(cache, rng, keys, values, atol):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("files", [False, True])
-def test_fragments_behind_one_another(rng, kind, files, tmp_path):
+def test_fragments_behind_one_another(rng, kind, tmp_path):
     parts = states(rng, *LENGTHS)
     cache = filled(kind, parts[0])
-    if files:
-        cache.offload(tmp_path, only_non_sliding=False)
     atol = 0.05 if kind in CODED else 3e-6
     for i, part in enumerate(parts[1:], 2):
         other = filled(kind, part)
@@ -105,12 +102,9 @@ def test_fragments_behind_one_another(rng, kind, files, tmp_path):
     check(cache, rng, keys, values, atol)
     cache.save(tmp_path / "cache.npz")
     check(load(tmp_path / "cache.npz"), rng, keys, values, atol)
-    if kind == "window":
-        cache.close()
-        return
-    cache.crop(-3)
-    check(cache, rng, keys[:, :, :-3], values[:, :, :-3], atol)
-    cache.close()
+    if kind != "window":
+        cache.crop(-3)
+        check(cache, rng, keys[:, :, :-3], values[:, :, :-3], atol)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("window", "chunks")])
@@ -316,3 +310,15 @@ def test_blocks_are_shared_and_common_ones_refused(rng):
     with cache.begin_step([(one, 1)]) as step:
         assert "between steps" in cache.can("append", branch, two)
         step.update(*np.ones((2, 1, HEADS, DIM), np.float32), 0)
+
+
+@pytest.mark.parametrize("at", [None, 0, 2])
+def test_index_keys_come_with_their_rows(rng, at):
+    caches = [Cache([IndexedLayer(LatentLayer(8, 8), 4)], rope="none") for _ in "ab"]
+    own = rng.standard_normal((2, 2, 3, 4)).astype(np.float32)
+    for cache, keys in zip(caches, own, strict=True):
+        cache.update(*np.ones((2, 2, 1, 3, 8), np.float32), 0)
+        cache.layers[0].update_index(keys)
+    caches[0].append(caches[1], at)
+    expected = np.insert(own[0], [3 if at is None else at] * 3, own[1], axis=1)
+    np.testing.assert_array_equal(caches[0].layers[0].index_keys, expected)

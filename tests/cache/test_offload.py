@@ -36,9 +36,10 @@ from kvkit.cache.stores import allocation
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-def operations(cache):
+def operations(cache, kind):
     """Yield (name, result) of calls that grow, shrink, move and copy the tokens of a cache."""
-    rows = getattr(cache, "rows", cache)
+    rows, other = getattr(cache, "rows", cache), KINDS[kind]()
+    append(other, 3, 5)
     for seed, count in enumerate((9, 1, 1, 2, 7)):
         yield f"append {count}", append(cache, count, 10 * seed)
     cache.activate_past_recording()
@@ -47,6 +48,7 @@ def operations(cache):
     for layer in () if cache is not rows else cache.layers:
         layer._stop_past_recording()
     calls = [(rows, "remove", (3, 5)), (rows, "remove", (9, 11)), (rows, "shift", (4, None, 3))]
+    calls += [(rows, "divide", (12, None, 2)), *([(cache, "append", (other,))] if cache is rows else ())]
     calls += [(cache, "reorder", ([1, 0],)), (cache, "repeat", (2,)), (cache, "reorder", ([3, 0, 0],))]
     for seed, (owner, call, arguments) in enumerate(calls):
         try:
@@ -73,7 +75,7 @@ def test_all_calls_give_the_bits_of_memory(kind, tmp_path):
     """Of caches that are offloaded empty, with tokens, and again after every call."""
     memory, empty, later, moved = (KINDS[kind]() for _ in range(4))
     empty.offload(tmp_path / "a", only_non_sliding=False)
-    runs = [operations(cache) for cache in (memory, empty, later, moved)]
+    runs = [operations(cache, kind) for cache in (memory, empty, later, moved)]
     for number, results in enumerate(zip(*runs, strict=True)):
         names_of, arrays = zip(*results, strict=True)
         assert len(set(names_of)) == 1
@@ -104,7 +106,7 @@ def test_a_closed_cache_that_was_kept_is_opened_with_its_bits(kind, tmp_path):
     with open_folder(tmp_path, keep=False) as again:
         assert again.folder == tmp_path
         assert mapped(again) or again.layers[0].window is not None
-        for expected, got in zip(operations(memory), operations(again), strict=True):
+        for expected, got in zip(operations(memory, kind), operations(again, kind), strict=True):
             assert bits(got[1]) == bits(expected[1]), got[0]
     assert (tmp_path / "cache.npz").read_bytes() == kept
     with open_folder(tmp_path) as again:
@@ -151,7 +153,7 @@ def test_no_room_on_the_disk_leaves_a_cache_as_it_was(kind, tmp_path, monkeypatc
                 call()
         assert caught.value.filename in (str(tmp_path / "a"), str(tmp_path / "b"))
         assert (cache.get_seq_length(), cache.folder) == before
-    for expected, got in zip(operations(memory), operations(cache), strict=True):
+    for expected, got in zip(operations(memory, kind), operations(cache, kind), strict=True):
         assert bits(got[1]) == bits(expected[1]), got[0]
     cache.close()
 

@@ -47,20 +47,11 @@ def masked(query, keys, values, positions, shown=None, sinks=None, softcap=0.0):
     return weights / total @ values, (np.log(total) + top)[..., 0], (weights / total).sum(2)
 
 
-@pytest.fixture(autouse=True, params=["memory", "files"])
-def place(request, tmp_path, monkeypatch):
-    """Run every test with rows in memory and in files."""
-    if request.param == "files":
-        monkeypatch.setattr(Scene, "folder", tmp_path / "offloaded")
-
-
 class Scene:
     """Holds a cache of one layer beside all tokens that were appended to it."""
 
-    folder = None
-
     def __init__(self, tokens=90, dtype=np.float32, **options):
-        self.cache, self.dtype, self.steps = Cache([DynamicLayer()], rope=ROPE, offload=self.folder), dtype, 0
+        self.cache, self.dtype, self.steps = Cache([DynamicLayer()], rope=ROPE), dtype, 0
         self.keys = self.values = np.empty((B, HEADS, 0, DIM), dtype)
         self.decode(tokens)
         if options:

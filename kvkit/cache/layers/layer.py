@@ -389,8 +389,9 @@ class Layer(BaseLayer):
         theirs = np.arange(*source.span.rows_from(source.span.oldest))
         if plan.row == len(own) and rotated is None:
             self._make_room(source.store.geometry, self.span.length + plan.new, self.span.oldest)
-            rows = source.store.rows(*source.span.rows_from(source.span.oldest))
-            self.store.write(self.span.length - self.span.origin, *rows)
+            at = self.span.length - self.span.origin
+            self.store.end = max(self.store.end, at + len(theirs))
+            self.store.copy_from(source.store, theirs, at, None, None)  # whole rows, with their index keys
             return
         parts = (self.store, own[: plan.row]), (source.store, theirs), (self.store, own[plan.row :])
         count, capacity = len(own) + len(theirs), 0 if self.store is None else self.store.capacity
