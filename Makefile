@@ -51,13 +51,11 @@ PYTEST := $(KEPT) OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --dist
 # Test what runs on a CPU, and the numbers of kvkit_cuda in the CUDA simulator, in processes of its own.
 test: $(VENV)/kvkit.test
 	@$(BIN)/python -c "import numba_cuda"  # without which tests of its host's side would be left out
-	$(PYTEST) --backend simulator -m "not slow and not perf" tests/cuda
+	$(PYTEST) --backend simulator -m "not slow and not perf"
 	$(PYTEST) --ignore tests/ptx -m "not slow and not model and not transformers and not peers and not site and not perf"
 
-# Test what kvkit_cuda refuses, by the CPU's suites in the simulator, and the code that it makes for a GPU, without one:
-# its PTX, on a machine too, and a stand-in for the driver.
+# Test the code that kvkit_cuda makes for a GPU, without one: its PTX, on a machine too, and a stand-in for the driver.
 test-cuda: $(VENV)/kvkit.test
-	$(PYTEST) --backend simulator -m "not slow and not perf" tests/ascend tests/formats tests/operators
 	$(PYTEST) -m "not slow and not perf" tests/ptx
 	$(PYTEST) --backend machine -m "not slow and not perf"
 	$(PYTEST) --backend stand_in -m "not slow and not perf"

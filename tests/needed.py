@@ -39,7 +39,7 @@ import pytest
 
 HOUSE = mutants.HOUSE
 LONGEST = 3  # seconds of the processor; tests that take longer, most of them fuzzers, are not asked about
-SECONDS = 60  # of a fork's processor time, after which a mutant counts as noticed
+SECONDS = 12  # of a fork's processor time, after which a mutant counts as noticed
 OWN = "a process"  # stands for what a test runs outside this process
 Arc = tuple[str, int, int]  # a file below the house, from line, to line
 
@@ -58,10 +58,8 @@ class Recorder:
         import coverage
 
         self.folder, self.passed = Path(folder), {}
-        own = f"{os.getpid()}"
-        self.covered = coverage.Coverage(
-            data_file=self.folder / f"arcs-{own}", source=["kvkit", "cli", "kvkit_cuda"], branch=True
-        )
+        file = self.folder / f"arcs-{os.getpid()}"
+        self.covered = coverage.Coverage(file, source=["kvkit", "cli", "kvkit_cuda"], branch=True)
         sys.addaudithook(self.audit)
         self.started = set()
         self.item = ""
@@ -107,9 +105,18 @@ class Breaker:
         functions = live_functions()
         gc.freeze()  # a fork's collector leaves the pages of its parent alone
         items = {item.nodeid: item for item in session.items}
+        sound = {}  # by test: whether it passes in a fork where nothing is broken
         with open(self.answers, "w") as file:
-            for mutant, kept, questions in self.plan:
-                answer = in_fork(lambda m=mutant, k=kept, q=questions: noticed(items, functions, m, k, q))
+            for mutant, *groups in self.plan:
+                answer = None
+                while answer is None:
+                    kept, asked = (
+                        [test for test in group if sound.get(test, test in items)] for group in groups
+                    )
+                    answer = in_fork(lambda m=mutant, k=kept, a=asked: noticed(items, functions, m, k, a))
+                    for test in set(answer) & set(items) - set(sound):
+                        sound[test] = not in_fork(lambda t=test: noticed(items, functions, None, [t], ()))
+                        answer = answer if sound[test] else None
                 print(json.dumps([mutant, answer]), file=file, flush=True)
         return True
 
@@ -120,9 +127,8 @@ def import_all():
     import kvkit_cli
 
     for package in (kvkit, kvkit_cli):
-        for found in pkgutil.walk_packages(
-            package.__path__, package.__name__ + ".", onerror=lambda name: None
-        ):
+        names = pkgutil.walk_packages(package.__path__, f"{package.__name__}.", onerror=lambda name: None)
+        for found in names:
             if not re.search("__main__|integrations", found.name):
                 try:
                     importlib.import_module(found.name)
@@ -158,15 +164,13 @@ def noticed(items, functions, mutant, kept, questions):
     """Yield which test of `kept` notices a mutant first, or else all of `questions` that do."""
     from _pytest.runner import runtestprotocol
 
-    exchange(functions, *mutant)
-    for tests in (kept, questions):
-        for test in tests:
-            if test in items and any(
-                report.failed for report in runtestprotocol(items[test], log=False, nextitem=None)
-            ):
-                yield test
-                if tests is kept:
-                    return
+    if mutant:
+        exchange(functions, *mutant)
+    for test in (*kept, *questions):
+        if any(report.failed for report in runtestprotocol(items[test], log=False, nextitem=None)):
+            yield test
+            if test in kept:
+                return
 
 
 def live_functions():

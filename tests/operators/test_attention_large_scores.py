@@ -43,7 +43,7 @@ def codes_times_scales(call, monkeypatch):
 
 
 LARGEST = 3, 10
-SLOW = dict.fromkeys(ODD_GROUPS[1:], pytest.mark.slow)
+SLOW = dict.fromkeys([*ODD_GROUPS[1:], *(f for f in QUANTIZED if f.group == 8)], pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

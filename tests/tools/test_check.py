@@ -337,30 +337,6 @@ def test_slots_of_compressed_rows_are_judged_as_the_operator_computes_them(rng):
         assert not check(step | {"compressed_slot_mapping": slots}).found
 
 
-def test_words_of_compressed_slots():
-    """A place, what is there, and what belongs there."""
-    arrays = pooled()
-    arrays["layers.1.compressed_slot_mapping"][[1, 2, 6]] = -1, 9, 0
-    assert [(each.rule, each.where, each.message) for each in check(arrays)] == [
-        (
-            "C1",
-            "layers.1.compressed_slot_mapping[2]",
-            "slot 9 for position 4, which ends no window of 4 tokens",
-        ),
-        ("C1", "layers.1.compressed_slot_mapping[6]", "slot 0 for padding"),
-        ("C2", "layers.1.compressed_slot_mapping[1]", "-1 for position 3, which ends row 0"),
-    ]
-
-
-def test_what_rules_of_compressed_rows_lack():
-    """The names of a layer's arrays count as given."""
-    found = check(but(pooled, slot_positions=None, context_lens=None)())
-    assert {name: found.unchecked[name] for name in ("C1", "C5")} == {
-        "C1": "slot_positions",
-        "C5": "context_lens",
-    }
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -376,17 +352,6 @@ def test_what_rules_of_compressed_rows_lack():
 def test_compressed_arrays_that_contradict_are_refused(changes, message):
     with pytest.raises(KvkitError, match=message):
         check(pooled() | changes)
-
-
-def test_padding_beside_the_first_slot_is_no_high_word():
-    assert not check(
-        {"num_blocks": 8, "page_size": 16, "slot_mapping": np.array([16, 0, -1, -1], np.int32)}
-    ).found
-
-
-def test_lines_of_a_stack_of_layers_are_named():
-    (found,) = check({"cache": np.zeros((4, 5, 16, 576), np.float16)}).found
-    assert "'l | b n c' (vllm-mla)" in found.message
 
 
 def test_every_rule_has_a_mutation_and_names_an_incident():
@@ -452,13 +417,6 @@ def test_caches_of_engines(line):
     views = layouts.view([arrays[name]] if "." in name else arrays[name], arrays["layout"])
     views.values[0][6, 3, 1, 2] = np.nan
     assert [(each.rule, each.where) for each in check(arrays)] == [("D1", "value_cache[6, 3]")]
-
-
-def test_layers_are_named():
-    arrays = cache()
-    arrays |= {name: np.stack([arrays[name]] * 3) for name in ("key_cache", "value_cache")}
-    arrays["key_cache"][2, 6, 3, 1, 0] = np.nan
-    assert [each.where for each in check(arrays)] == ["key_cache[2, 6, 3]"]
 
 
 # Words
@@ -571,45 +529,6 @@ def test_tables_of_lists_and_without_sequences():
         assert ("P5" in str(found)) == (len(starts) > 1)
 
 
-POOL_OF_4 = {"num_blocks": 4, "page_size": 16}
-
-
-@pytest.mark.parametrize(
-    ("arrays", "expected"),
-    [
-        (  # pages that begin at any row
-            POOL_OF_4 | {"cachestarts": [[60, 200]], "kvstarts": [0, 32]},
-            ["cachestarts[0, 1]: row 200 is outside the pool, 0 to 63"],
-        ),
-        (
-            POOL_OF_4 | {"cachestarts": [[70, 71]], "kvstarts": [0, 32]},
-            [
-                *(f"cachestarts[0, {i}]: row {70 + i} is outside the pool, 0 to 63" for i in range(2)),
-                "cachestarts[0, 0]: all 2 rows are 70 or more: the pool's numbers begin elsewhere",
-            ],
-        ),
-        (
-            POOL_OF_4 | {"cachestarts": [[0, 16, 32]], "kvstarts": [0, 32]},
-            ["cachestarts[0, 2]: page 2 after the 2 pages of sequence 0"],
-        ),
-        (
-            {"num_blocks": 0, "page_size": 16, "block_tables": [[0]], "context_lens": [1]},
-            ["block_tables[0, 0]: page 0 is outside the pool, which is empty"],
-        ),
-        (
-            POOL_OF_4 | {"kv_indptr": [], "kv_indices": [0, 1], "context_lens": [1, 2, 3]},
-            ["context_lens: 3 lengths for the 0 sequences of kv_indices", "kv_indptr[0]: nothing, not 0"],
-        ),
-        (  # lengths that nobody gave accuse no other array
-            POOL_OF_4 | {"kv_indptr": [0, 2, 3], "kv_indices": [0, 1, 2], "kv_last_page_len": [17, 0]},
-            ["kv_last_page_len[0]: 17 rows, not 1 to 16", "kv_last_page_len[1]: 0 rows, not 1 to 16"],
-        ),
-    ],
-)
-def test_places_and_words(arrays, expected):
-    assert [f"{each.where}: {each.message}" for each in check(arrays)] == expected
-
-
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
@@ -667,8 +586,3 @@ def test_numbers_that_are_not_finite_are_found_in_every_float_type(name, value):
         tables = {"block_tables": np.array([[1]]), "context_lens": np.array([3])}
         found = check({"key_cache": keys, "value_cache": np.zeros_like(keys)} | tables)
         assert [(each.rule, each.where) for each in found] == [(rule, f"key_cache[1, {row}]")]
-
-
-def test_integers_are_no_floats():
-    pool = np.zeros((4, 8, 2, 16), np.int32)
-    assert check({"key_cache": pool, "value_cache": pool}).unchecked["D1"] == "floats"

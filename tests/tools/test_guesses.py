@@ -83,21 +83,6 @@ def test_layers_of_transformers_are_read_rightly_or_refused(name, batch, heads, 
         assert np.array_equal(read, tokens_of(keys))
 
 
-@pytest.mark.parametrize("pages", [{"page_size": np.array(16)}, {}], ids=["page_size", "tables alone"])
-def test_page_tables_say_that_an_array_is_a_pool(pages):
-    """A pool of more heads than rows in a page; its page size tells it from one with heads first."""
-    pool = np.arange(40 * 16 * 32 * D, dtype=np.float32).reshape(40, 16, 32, D)
-    tables = {"block_tables": np.array([[3, 7]]), "context_lens": np.array([20])} | pages
-    read = open_cache({"key_cache": pool, "value_cache": pool} | tables).layer(0).key
-    assert np.array_equal(read.read(slice(None)), np.concatenate([pool[3], pool[7, :4]]))
-    if pages:
-        heads_first = pool.swapaxes(1, 2).copy()
-        read = open_cache({"key_cache": heads_first, "value_cache": heads_first} | tables).layer(0).key
-        assert np.array_equal(read.read(slice(None)), np.concatenate([pool[3], pool[7, :4]]))
-    with pytest.raises(KvkitError, match=r"'\| b n h c' \(16 rows of 32 heads\) or '\| b h n c'"):
-        open_cache({"key_cache": pool, "value_cache": pool})
-
-
 def saved_by_torch(path, arrays):
     torch = pytest.importorskip("torch")
     torch.save({name: torch.from_numpy(array) for name, array in arrays.items()}, path)
@@ -262,25 +247,3 @@ def test_fused_arrays_under_engines_names(tmp_path, name):
     assert np.array_equal(keys[0].swapaxes(0, 1)[:16], 2 * ONE_LAYER[3, :, :, :64])
     shown = CliRunner().invoke(main, ["check", path, *given, "--keys", "a{l}"])
     assert "--cache: expected no pattern beside one of keys or values" in shown.stderr
-
-
-def test_pages_that_become_sequences_are_noted(tmp_path):
-    pool = np.arange(6 * 16 * 2 * 8, dtype=np.float32).reshape(6, 16, 2, 8)
-    arrays = {
-        "key_cache": pool,
-        "value_cache": pool,
-        "block_tables": np.array([[4, 2]]),
-        "context_lens": np.array([19]),
-    }
-    path, out = str(tmp_path / "pool.npz"), str(tmp_path / "out.npz")
-    files.write(path, arrays, files.Description("| b n h c"))
-    note = "note: each page became a sequence of hf; --page-size longest writes the sequences of block tables"
-    shown = CliRunner().invoke(main, ["convert", path, out, "--to", "hf"])
-    assert note in shown.stdout
-    assert files.read(out).arrays["cache.0.0"].shape == (6, 2, 16, 8)
-    shown = CliRunner().invoke(main, ["convert", path, out, "--to", "hf", "--page-size", "longest"])
-    assert "became" not in shown.stdout
-    assert np.array_equal(
-        files.read(out).arrays["cache.0.0"][0, :, :19].swapaxes(0, 1), pool[[4, 2]].reshape(-1, 2, 8)[:19]
-    )
-    assert "became" not in CliRunner().invoke(main, ["convert", path, out, "--to", "vllm-lbnhc"]).stdout

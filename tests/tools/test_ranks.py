@@ -61,19 +61,6 @@ def test_what_is_cut_joins_to_the_same_bytes(heads, ranks, batch, layout, narrow
     assert bool(again.notes) == (ranks > heads)
 
 
-@pytest.mark.parametrize(
-    "order", [lambda rank, heads, count: rank * heads // count, lambda rank, heads, _: rank % heads]
-)
-def test_copies_of_heads_are_written_once(order):
-    """Of neighbouring ranks, and of ranks a stride apart."""
-    joined = tools.join(ranks_of(4, 8, order))
-    assert joined.notes == (
-        "8 heads of 8 ranks are 4: ranks with equal bits hold copies, which are written once",
-    )
-    done = tools.convert(joined, None, to_layout="| kv l n h c")
-    assert np.array_equal(done.arrays["cache"], whole(4)[:, :, 0])
-
-
 def test_what_is_equal_by_chance_is_no_copy():
     """Zeros tell nothing; two equal ranks of many are noted, but may be one file that was given twice."""
     zeros = [{"key": np.zeros((L, N, 1, D)), "value": np.zeros((L, N, 1, D))} for _ in range(4)]

@@ -1,6 +1,5 @@
 """Layers of files as floats: those that the caches had which were saved, or whose codes these are."""
 
-import llama_state
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -48,19 +47,6 @@ def test_a_saved_cache_is_what_it_was(rng, tmp_path, cache, format):
                 assert np.array_equal(side.read(part).astype(np.float16), expected)
     (note,) = tools.study(cache, "fp8").notes or ("",)
     assert (format is not None) == (f"the source is quantized ({format})" in note)
-
-
-def test_a_state_of_llama_cpp(rng, tmp_path):
-    x = rng.standard_normal((LAYERS, 2, TOKENS, HEADS * DIM)).astype(np.float32)
-    codes = formats.encode(x, "q8_0")["codes"]
-    layers = [tuple((8, [row.tobytes() for row in side]) for side in layer) for layer in codes]
-    cells = [(i, [0], []) for i in range(TOKENS)]
-    data = llama_state.head(False, 2, list(range(TOKENS))) + llama_state.memory([(cells, layers)], 0)
-    (tmp_path / "state.bin").write_bytes(data)
-    found = open_cache(tmp_path / "state.bin", sizes={"h": HEADS})
-    assert found.format == "q8_0"
-    expected = formats.decode(codes, "q8_0").reshape(LAYERS, 2, TOKENS, HEADS, DIM)
-    assert np.array_equal(found.layer(1).value.read(slice(30, None)), expected[1, 1, 30:])
 
 
 def test_a_quantized_prompt_cache_of_mlx(rng, tmp_path):

@@ -72,16 +72,6 @@ def test_a_full_disk_is_told_by_the_target(cache, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_scales_move_with_their_codes(cache):
-    coded = convert({"cache": list(cache)}, None, from_layout="l | kv b n h c", format="uint4:g32")
-    found = files.Contents(coded.arrays, {}, description=coded.description)
-    moved = convert(found, None, to_layout="vllm-lbnhc", page_size=8)
-    pool = files.Contents(files.flat(moved.arrays), {}, description=moved.description)
-    for kv in ("key", "value"):
-        one, other = (getattr(open_cache(source).layer(1), kv).read(slice(None)) for source in (found, pool))
-        np.testing.assert_array_equal(one, other)
-
-
 def test_sequences_of_tables(cache, tmp_path):
     """Of one length in one array, of several lengths in lists."""
     pool = cache.reshape(LAYERS, 2, 8, 8, HEADS, D)  # pages of 8 tokens

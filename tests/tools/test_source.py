@@ -252,16 +252,6 @@ def test_layers_of_other_lengths(sides):
         assert np.array_equal(one.arrays["cache"][0][1].swapaxes(1, 2), sides[1, 1])
 
 
-def test_sizes_of_the_source_reach_blocks_and_tokens(sides):
-    """Rows of all blocks in one axis: n tells where blocks begin."""
-    flat = [np.stack(pair).reshape(2, B * N, H, C) for pair in zip(*sides, strict=True)]
-    for sizes in ({"n": N}, {"b": B}, {"b": B, "n": N}):
-        done = tools.convert(
-            {"cache": flat}, None, from_layout="l | kv (b n) h c", to_layout=CANONICAL, sizes=sizes
-        )
-        assert np.array_equal(done.arrays["cache"], whole(*sides)["cache"])
-
-
 def test_layers_are_numbered_and_whole(sides):
     """Hybrid models have keys in some layers; a layer without values is no guess."""
     arrays = per_layer(HEADS_FIRST[0], heads_first=True)(*sides)

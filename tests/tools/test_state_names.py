@@ -53,16 +53,6 @@ def test_states_alone():
     assert found.to_dict()["states"][1]["shape"] == (3, 96, 3)
 
 
-def test_states_beside_keys():
-    """A hybrid model: states are named, other arrays are still those that nobody reads."""
-    keys = {f"past_key_values.3.{side}": np.ones((1, 2, 5, 8), np.float32) for side in ("key", "value")}
-    arrays = states((0, 1)) | keys
-    assert inspect(arrays).sizes == {"l": 1, "b": 1, "n": 5, "h": 2, "c": 8}
-    assert not any("not read" in note for note in inspect(arrays).notes)
-    notes = inspect(arrays | {"router": np.zeros((2, 2), np.float32)}).notes
-    assert [note for note in notes if "not read" in note] == ["not read: router"]
-
-
 def compressed_rows(rng):
     """Return what transformers holds of DeepSeek V4's layers 2 (CSA) and 3 (HCA) after 22 tokens, by name."""
     keys, arrays = rng.standard_normal((1, 1, 5, 8), np.float32), {}
@@ -104,20 +94,6 @@ def test_compressed_rows_of_transformers(rng):
     said = str(diff(arrays, changed))
     assert "layers.2.compressed_kv.indexer: 40 of 40 elements differ" in said
     assert "first: sequence 0, row 0, element 0" in said
-
-
-def test_rows_of_llama():
-    """llama.cpp has the states of all heads in a row."""
-    rows = {f"cache_s_l{layer}": np.zeros((2, 512), np.float32) for layer in (0, 2)}
-    (found,) = inspect(rows | {"other": np.zeros(3)}).states
-    assert str(found) == "recurrent states, 2 arrays cache_s_l{l}: a row has the states of all heads"
-    assert not inspect({"other": np.zeros(3)}).states
-
-
-def test_pattern_to_give_is_of_another_array():
-    arrays = states((0, 1)) | {"blocks.0.kv": np.zeros((1, 2, 5, 8), np.float32)}
-    (note,) = inspect(arrays).notes
-    assert "fused=blocks.{l}.kv" in note
 
 
 HK, HV, D = 2, 6, 8  # heads of keys and of values, elements

@@ -15,7 +15,6 @@ import pytest
 from click.testing import CliRunner
 from folder_scenes import full_disk
 
-import kvkit
 from kvkit import files, formats, tools
 from kvkit.errors import KvkitError
 from kvkit.tools.studies import measures
@@ -107,13 +106,6 @@ def test_bits_have_the_scales_in_them(arrays):
     assert found["fp16"].worst_error == 0
 
 
-def test_tokens_that_fill_no_group_stay_as_they_are(arrays):
-    short = {name: arrays[name][:, :40] for name in ("key", "value")}
-    (one,) = tools.study(short, "int2:g32:channel").summary
-    coded = 32 * (2 + 16 / 32)
-    assert one.bits == pytest.approx((coded + 8 * 16) / 40)
-
-
 def test_a_head_that_stands_out_is_named_and_a_rotation_mends_it(arrays):
     found = tools.study(arrays, "int4:g32,int4:g32+hadamard")
     plain, turned = found.summary
@@ -123,14 +115,6 @@ def test_a_head_that_stands_out_is_named_and_a_rotation_mends_it(arrays):
     assert (largest["layer"], largest["head"]) == ("layer 1", 2)
     assert largest["ratio"] > 10
     assert "layer 1 head 2" in str(found)
-
-
-def test_floats_of_8_bits_that_saturate_are_counted(arrays):
-    arrays["value"][0, :24, 1] = 500
-    (one,) = tools.study(arrays, "e4m3").summary
-    rows = [row for row in tools.study(arrays, "e4m3").rows if row["side"] == "values"]
-    assert [row["at_end"] for row in rows[:3]] == [0, 24 / TOKENS, 0]
-    assert one.at_end == pytest.approx(24 / TOKENS / (2 * LAYERS * HEADS))
 
 
 def test_a_scheme_of_ones_own(arrays, tmp_path):
@@ -194,13 +178,6 @@ def test_caches_without_numbers(shape):
     nothing = np.zeros(shape, np.float16)
     with pytest.raises(KvkitError, match="source: expected a cache that holds tokens, got"):
         tools.study({"key": nothing, "value": nothing}, "fp8")
-
-
-def test_tables_without_tokens():
-    tables = {"block_tables": np.zeros((2, 1), np.int32), "context_lens": np.zeros(2, np.int32)}
-    pool = {"cache": np.ones((4, 2, 16, 2, 8), np.float16)}
-    with pytest.raises(KvkitError, match="source: expected a cache that holds tokens, got 0 tokens of 2"):
-        tools.study(pool | tables, "fp8", layout="| b kv n h c")
 
 
 def test_data_that_is_none(arrays):
@@ -497,32 +474,6 @@ def test_latent_rows(rng):
         tools.study({"latent": rows}, evict="knorm@0.5")
     with pytest.raises(KvkitError, match=r"^latent: expected \[layers, tokens, dim\]"):
         tools.study({"latent": rows[0]}, "ds_mla")
-
-
-def test_latent_pools_of_bytes(rng):
-    """Pages of 656 bytes a token, cut out of longer blocks, are decoded; no axis kv means latent rows."""
-    stored = formats.encode(rng.standard_normal((10, 8, 576), np.float32), "ds_mla:p2")["codes"]
-    pool = np.zeros((10, 9, 656), np.uint8)
-    pool[:, :8] = stored.view(np.uint8)
-    arrays = {"cache": [pool[:, :8]], "format": np.array("ds_mla:p2")}
-    found = tools.study(arrays, "ds_mla:p2,int8:g8", layout="vllm-ds-mla")
-    assert found.summary[0].key_error == 0
-    assert found.tokens == 80
-
-
-def test_latent_blocks_whose_scales_are_apart(rng):
-    """Blocks of 584 bytes a token, padded, are studied and converted as their rows."""
-    rows = rng.standard_normal((24, 512), np.float32)
-    pool = np.zeros((4, 7 * 576), np.uint8)
-    kvkit.mla_append(rows[:, :448], rows[:, 448:], pool, np.arange(24), format="ds_v4")
-    found = tools.study({"cache": pool[None]}, "ds_v4", layout="flashmla-ds-v4")
-    assert (found.summary[0].key_error, found.summary[0].bytes_per_token, found.tokens) == (0, 584, 24)
-    inspected = tools.inspect({"cache": pool[None]}, layout="flashmla-ds-v4")
-    assert inspected.sizes == {"l": 1, "b": 4, "n": 6, "c": 584}
-    made = tools.convert({"cache": [pool]}, None, from_layout="flashmla-ds-v4", format="float32")
-    decoded = formats.decode(formats.encode(rows, "ds_v4"), "ds_v4")
-    np.testing.assert_array_equal(made.arrays["cache.0"].reshape(24, 512), decoded)
-    assert list(made.arrays) == ["cache.0"]  # a row is key and value
 
 
 def test_latent_blocks_are_made_of_rows_and_rows_of_blocks(rng):

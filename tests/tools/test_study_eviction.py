@@ -88,23 +88,6 @@ def test_all_tokens_kept_are_the_scheme_alone(arrays):
             assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
 
 
-def test_random_is_the_mean_of_three_and_oracle_keeps_most(arrays):
-    found = tools.study(arrays, evict="snapkv(window=4)@0.5,observed@0.25")
-    own = {one.scheme: one for one in found.summary}
-    references = ["random@0.5", "oracle@0.5", "random@0.25", "oracle@0.25"]
-    assert list(own) == ["snapkv(window=4)@0.5", "observed@0.25", *references]
-    seeds = tools.study(arrays, evict=[f"random(seed={seed})@0.5" for seed in range(3)]).summary[:3]
-    for name in ("output_error", "kl", "weight_kept", "top_changed"):
-        mean = np.mean([getattr(one, name) for one in seeds])
-        assert getattr(own["random@0.5"], name) == pytest.approx(mean, rel=1e-6)
-    assert own["oracle@0.5"].weight_kept > own["snapkv(window=4)@0.5"].weight_kept
-    assert own["oracle@0.5"].advised_error == np.inf
-    text = str(found)
-    assert "oracle@0.25 (no policy)" in text
-    assert "note: contexts have 40 to 56 tokens: short contexts rank policies badly" in text
-    assert "queries that judge: the last 4 of 16; scorers see the others, " in text
-
-
 def test_no_scorer_sees_a_judging_query(arrays):
     """Other judging queries and tokens change nothing of what is kept; a function sees what is before."""
     seen = []

@@ -54,15 +54,6 @@ def test_layers_that_differ(tmp_path, arrays, what):
         assert np.array_equal(open_cache(out).layer(i).key.read(slice(None)), key)
 
 
-def test_layers_of_other_lengths_are_studied_whole():
-    """A layer of 30 tokens beside one of 8 was read up to its token 24."""
-    arrays = {name: array.copy() for name, array in HYBRID.items()}
-    read = open_cache(arrays)
-    assert [read.layer(i).starts for i in (0, 1)] == [[0, 8], [0, 30]]
-    ends = [read.layer(1).key.read(slice(24, None)), HYBRID["key.1"][24:]]
-    assert np.array_equal(*ends)
-
-
 @pytest.mark.parametrize("layout", ["| l n h c", "l | b n h c", "l | b h n c"])
 def test_pairs_move_to_a_layout_without_kv(tmp_path, layout):
     """As pairs are read with such a layout; both sides become arrays of their own."""
