@@ -4,6 +4,7 @@ Each case runs in memory, and by instructions where the processor has them.
 """
 
 import itertools
+import re
 
 import attention_scenes as scenes
 import latent_scenes
@@ -144,8 +145,14 @@ CASES |= {
 }
 
 
+# Forms that other cases compile too, or that take code of their own.
+SLOW = r"layout [12]|pages of (5|24|128)|scale-(bf16|fp32)|rows of (96|80|160|256)|heads|of (17|96|1|40)$"
+
+
 @needs_pairs
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * bool(re.search(SLOW, case))) for case in CASES]
+)
 def test_beside_the_reference_and_bit_for_bit_by_instructions(case, rng, monkeypatch):
     use_tiles(monkeypatch, machine.MEMORY)
     call = CASES[case](rng)
