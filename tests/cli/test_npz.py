@@ -137,18 +137,6 @@ def test_metadata(path):
     }  # fmt: skip
 
 
-def test_metadata_of_a_numpy_file_is_empty(path):
-    np.savez(path, a=np.zeros(3))
-    assert read(path).metadata == {}
-
-
-def test_equal_arrays_give_equal_bytes(path, tmp_path):
-    arrays = {"a": filled((20, 3), "f4"), "b": filled((), "i8")}
-    write(path, arrays)
-    write(tmp_path / "other.npz", read(path).arrays)
-    assert path.read_bytes() == (tmp_path / "other.npz").read_bytes()
-
-
 def test_data_is_aligned(path):
     names_ = ["a", "start_pos", "a_much_longer_name", "ünïcode"]
     write(path, {name: filled((3, i + 1), "i1") for i, name in enumerate(names_)})
@@ -188,15 +176,6 @@ def test_deflated_and_empty_arrays_are_not_mapped(path):
     assert not is_mapped(read(path).arrays["a"])
     write(path, {"empty": np.zeros((0, 4))})
     assert not is_mapped(read(path).arrays["empty"])
-
-
-def test_local_headers_have_lengths_of_their_own(path):
-    """numpy's local headers carry a zip64 field that the central directory leaves out."""
-    np.savez(path, a=np.arange(4))
-    with zipfile.ZipFile(path) as archive:
-        assert archive.getinfo("a.npy").extra == b""
-    assert path.read_bytes()[28:30] == struct.pack("<H", 20)
-    assert read(path).arrays["a"].tolist() == [0, 1, 2, 3]
 
 
 class Sparse(io.FileIO):
