@@ -5,22 +5,12 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import click
 
 import kvkit
 from kvkit.errors import KvkitError, argument_error, brief
 from kvkit_cli import show
-
-
-def import_suites() -> list[ModuleType]:
-    """Import and return the modules `catalog` and `measuring` of benchmarks/suites."""
-    checkout = Path(kvkit.__file__).parents[1]
-    if not (checkout / "benchmarks" / "suites" / "catalog.py").is_file():
-        raise KvkitError("kvkit bench: its suites are not installed: run it in a checkout of kvkit's sources")
-    sys.path.insert(0, str(checkout))
-    return [importlib.import_module(f"benchmarks.suites.{name}") for name in ("catalog", "measuring")]
 
 
 @click.command()
@@ -48,7 +38,12 @@ def bench(folder: Path | None, only: str, rounds: int) -> None:
       kvkit bench --only "decode int8"
       kvkit bench --json benchmarks/results
     """
-    catalog, measuring = import_suites()
+    checkout = Path(kvkit.__file__).parents[1]
+    if not (checkout / "benchmarks" / "suites" / "catalog.py").is_file():
+        raise KvkitError("kvkit bench: its suites are not installed: run it in a checkout of kvkit's sources")
+    sys.path.insert(0, str(checkout))
+    names = "catalog", "measuring"
+    catalog, measuring = (importlib.import_module(f"benchmarks.suites.{name}") for name in names)
     machine = measuring.machine()
     title = f"{machine['threads']} threads of {machine['cpu']}; medians of {rounds}"
     suites = {

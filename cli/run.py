@@ -94,7 +94,12 @@ def run(
             results, seconds = (), None
         else:
             if threads is not None:
-                use_threads(threads)
+                import numba
+
+                most = numba.config.NUMBA_NUM_THREADS
+                if not 1 <= threads <= most:
+                    raise KvkitError(f"--threads {threads}: expected 1 to {most}")
+                numba.set_num_threads(threads)
             stack.enter_context(watch.watching({source: contents.mapped}))
             results, seconds = call_operator(op, op.function(PACKAGES[backend]), inputs, attributes)
         in_out = {array.name: inputs[array.name] for array in op.inputs if array.changes(inputs[array.name])}
@@ -183,16 +188,6 @@ def check_targets(
             raise KvkitError(f"{output}: -o names the input: give another name, or --in-place")
     if in_place and source_exists:
         npz.check_target(source)
-
-
-def use_threads(count: int) -> None:
-    """Run kernels on so many threads."""
-    import numba
-
-    most = numba.config.NUMBA_NUM_THREADS
-    if not 1 <= count <= most:
-        raise KvkitError(f"--threads {count}: expected 1 to {most}")
-    numba.set_num_threads(count)
 
 
 def call_operator(

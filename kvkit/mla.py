@@ -181,7 +181,15 @@ def attend_to_latent(given: LatentArguments, out: Array | Pair | None) -> Attend
         attributes = given.value_dim, given.is_causal, given.return_lse, given.lse_of_sinks
         form = form_of((query, latent), (given.softmax_scale, *attributes))
         if legal_forms.find(form):
-            return attend_to_pages(attention_to_pool(given), out)
+            rows = PoolAttention(  # rows begin with the value
+                query,  # type: ignore[arg-type]  # not a pair, which has no form
+                key_cache=latent, value_cache=latent[..., : given.value_dim],
+                block_tables=given.block_tables, context_lens=given.context_lens,
+                query_starts=given.query_starts, layout="b n c", key_scale=None, value_scale=None,
+                alibi_slopes=None, return_lse=given.return_lse,
+                scoring=Scoring(is_causal=given.is_causal, softmax_scale=given.softmax_scale),
+            )  # fmt: skip
+            return attend_to_pages(rows, out)
     call = checked_latent_attention(given)
     if call.attention is not None and latent.ndim == len(("blocks", "page_size", "width")):
         legal_forms.keep(form, True)
@@ -199,24 +207,17 @@ def attend_to_latent(given: LatentArguments, out: Array | Pair | None) -> Attend
         wide = call.query.astype(np.float32)
         output, lse = attend(attention_to_rows(call, wide, call.pool.rows, call.contexts), None)
     if call.sinks is not None:
-        output, lse = apply_sinks(output, lse, call)
+        sinks = np.asarray(call.sinks, np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            share = 1 / (1 + np.exp(sinks - lse))  # e^lse / (e^lse + e^sink)
+        share = np.where(lse == -np.inf, 0, share)  # 0, not NaN, for no rows and a sink of -inf
+        output, lse = output * share[..., None], lse if call.sinks_last else np.logaddexp(lse, sinks)
     results: tuple[Array, ...] = (output.astype(call.fmt.dtype, copy=False), lse)[: len(call.results.forms)]
     if outputs is not None:
         for array, result in zip(outputs, results, strict=True):
             array[...] = result
         results = outputs
     return one_or_all(results)
-
-
-def attention_to_pool(call: LatentArguments) -> PoolAttention:
-    """Return the arguments of attention to a pool [blocks, page_size, width]; rows begin with the value."""
-    return PoolAttention(
-        call.query,  # type: ignore[arg-type]  # not a pair: see the caller
-        key_cache=call.latent, value_cache=call.latent[..., : call.value_dim],
-        block_tables=call.block_tables, context_lens=call.context_lens, query_starts=call.query_starts,
-        layout="b n c", key_scale=None, value_scale=None, alibi_slopes=None, return_lse=call.return_lse,
-        scoring=Scoring(is_causal=call.is_causal, softmax_scale=call.softmax_scale),
-    )  # fmt: skip
 
 
 def attend_to_rows(
@@ -273,15 +274,6 @@ def merge_part(output: Array, lse: Array, tokens: Array, part: Pair) -> None:
     if (lse[tokens] != -np.inf).any():
         part = merge_checked(FLOAT32, (output[tokens], part[0]), (lse[tokens], part[1]))
     output[tokens], lse[tokens] = part
-
-
-def apply_sinks(output: Array, lse: Array, call: LatentCall) -> Pair:
-    """Scale outputs by the weight that sinks leave to rows; return the lse with sinks or without them."""
-    sinks = np.asarray(call.sinks, np.float32)
-    with np.errstate(over="ignore", invalid="ignore"):
-        share = 1 / (1 + np.exp(sinks - lse))  # e^lse / (e^lse + e^sink)
-    share = np.where(lse == -np.inf, 0, share)  # 0, not NaN, for no rows and a sink of -inf
-    return output * share[..., None], lse if call.sinks_last else np.logaddexp(lse, sinks)
 
 
 @operator

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 
 from kvkit import cpu
 from kvkit.calls.prepared import PreparedCall, PreparedCalls, form_of, is_pair, is_unaligned
 from kvkit.checks.arguments import PackedPositions, RotaryArguments, StaticPositions
-from kvkit.checks.positions import AlibiCall, RotationCall, checked_rotation, positions_of
+from kvkit.checks.positions import AlibiCall, checked_rotation, positions_of
 from kvkit.checks.values import one_piece
 from kvkit.runtime.arrays import addresses_of, empty_result
 from kvkit.typed import Array, Pair
@@ -53,21 +50,18 @@ def rotate(
     checked = checked_rotation(query, key, where, arguments)
     rotated_query, rotated_key = checked.results.arrays(out)
     if checked.starts[-1]:
-        rotation = rotation_launch(checked, (rotated_query, rotated_key))
+        moves = (one_piece(checked.query), rotated_query), (one_piece(checked.key), rotated_key)
+        tables = checked.tables and np.array(checked.tables, np.float32)
+        angles = checked.rotated, checked.bypass_key, checked.halves, tables, checked.scaling
+        rotation = cpu.positions.rotary.prepare_rotary(
+            checked.fmt.name, moves, checked.starts, checked.first, *angles
+        )
         cpu.launches.start(rotation)
         if form and all(one_piece(array) is array for array in arrays):
             repeated = dict(zip(ARRAYS, (*arrays, rotated_query, rotated_key), strict=True))
             call = PreparedCall([rotation], repeated, ROTATED)
             rotations.keep(form, (call, checked.starts, checked.first))
     return rotated_query, rotated_key
-
-
-def rotation_launch(call: RotationCall, results: Sequence[Array]) -> Any:
-    """Return the launch of a checked call of `rotary_position_embedding` that has tokens."""
-    moves = tuple(zip(map(one_piece, (call.query, call.key)), results, strict=True))
-    tables = call.tables and np.array(call.tables, np.float32)
-    angles = call.rotated, call.bypass_key, call.halves, tables, call.scaling
-    return cpu.positions.rotary.prepare_rotary(call.fmt.name, moves, call.starts, call.first, *angles)
 
 
 def write_alibi_mask(call: AlibiCall, out: Array | None) -> Array:

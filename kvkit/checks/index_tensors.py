@@ -40,16 +40,6 @@ def index_form(name: str, value: ArrayLike, ndim: int) -> Array:
     return integers(name, value, ndim, as_index=True)
 
 
-def check_static_room(batch: int, seqlen: int, start_pos: int, layer: Context) -> None:
-    """Check that a static cache has room for `seqlen` new tokens of each sequence from `start_pos` on."""
-    sequences, rows = layer.capacity
-    if batch > sequences:
-        raise argument_error("cache", f"room for {batch} sequences (MaxB)", sequences)
-    if start_pos > rows - seqlen:
-        wanted = f"room for {seqlen} new tokens in {rows} positions (MaxS)"
-        raise argument_error("start_pos", wanted, start_pos)
-
-
 def static_step(batch: int, seqlen: int, kvlen: int) -> StepIndex:
     """Return the step of sequences of one length, each of which begins at row 0 of its own part."""
     counts, zeros = np.arange(batch + 1), np.zeros((batch, 1), np.int64)
@@ -195,7 +185,12 @@ class Static:
         """Check that a layer has room for new tokens, in the array called `name`; return their step."""
         batch, seqlen, *_ = tokens.shape
         start = integer("start_pos", self.start_pos, 0)
-        check_static_room(batch, seqlen, start, layer)
+        sequences, rows = layer.capacity
+        if batch > sequences:
+            raise argument_error("cache", f"room for {batch} sequences (MaxB)", sequences)
+        if start > rows - seqlen:
+            wanted = f"room for {seqlen} new tokens in {rows} positions (MaxS)"
+            raise argument_error("start_pos", wanted, start)
         return static_step(batch, seqlen, start + seqlen) if self.steps is None else self.steps
 
     def key_axes(self, query: Array) -> tuple[int | None, ...]:

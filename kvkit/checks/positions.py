@@ -63,7 +63,10 @@ def checked_rotation(
     """Check a call of `rotary_position_embedding`."""
     fmt = queries_and_keys(query, key, 4 if isinstance(where, StaticPositions) else 3)
     starts, first = positions_of(query, where)
-    rotated = rotated_elements(arguments.rotary_dim, query.shape[-1])
+    dim = query.shape[-1]
+    rotated = integer("rotary_dim", arguments.rotary_dim, 0, dim) or dim
+    if rotated % 2:
+        raise argument_error("rotary_dim", "an even number of elements, which rotate in pairs", rotated)
     scaling, bypass_key = rotary_scaling(arguments), flag("bypass_key", arguments.bypass_key)
     cos, sin = arguments.cos, arguments.sin
     tables = angle_tables(cos, sin, rotated, starts, first)
@@ -152,14 +155,6 @@ def queries_and_keys(query: Array, key: Array, ndim: int) -> Element:
     for name, array in (("query", query), ("key", key)):
         check_not_empty(name, array)
     return fmt
-
-
-def rotated_elements(rotary_dim: int, dim: int) -> int:
-    """Return how many elements of a head are rotated."""
-    rotated = integer("rotary_dim", rotary_dim, 0, dim) or dim
-    if rotated % 2:
-        raise argument_error("rotary_dim", "an even number of elements, which rotate in pairs", rotated)
-    return rotated
 
 
 def rotary_scaling(arguments: RotaryArguments) -> RotaryScaling:

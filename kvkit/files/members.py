@@ -101,7 +101,15 @@ def read(
     if file is None or member.compress_type == zipfile.ZIP_DEFLATED:
         with archive.open(member) as data:
             data.read(header.begin)
-            return unpack_into(data, np.empty(shape, dtype, order))
+            array = np.empty(shape, dtype, order)
+            rest = memoryview(as_bytes(array))  # type: ignore[arg-type]
+            while rest:
+                count = data.readinto(rest[:CHUNK_BYTES])  # type: ignore[attr-defined]
+                if not count:
+                    raise ValueError("its data ends early")
+                rest = rest[count:]
+            data.read(1)  # zipfile compares the checksum here
+            return array
     if 0 in shape:
         return np.empty(shape, dtype, order)  # an empty mapping is impossible
     mapped = np.memmap(file, dtype, "c", data_offset(member, file) + header.begin, shape, order)
@@ -155,18 +163,6 @@ def data_offset(member: zipfile.ZipInfo, file: IO[bytes]) -> int:
     file.seek(member.header_offset)
     name_length, extra_length = struct.unpack_from("<HH", file.read(LOCAL_HEADER), 26)
     return int(member.header_offset + LOCAL_HEADER + name_length + extra_length)
-
-
-def unpack_into(data: IO[bytes], array: Array) -> Array:
-    """Fill an array from the rest of a member."""
-    rest = memoryview(as_bytes(array))  # type: ignore[arg-type]
-    while rest:
-        count = data.readinto(rest[:CHUNK_BYTES])  # type: ignore[attr-defined]
-        if not count:
-            raise ValueError("its data ends early")
-        rest = rest[count:]
-    data.read(1)  # zipfile compares the checksum here
-    return array
 
 
 def make_header(array: Array) -> bytes:

@@ -106,13 +106,6 @@ def check_names(path: FilePath, names: Iterable[str]) -> None:
         seen.add(name.removesuffix(".npy"))
 
 
-def check_new_name(path: FilePath, name: str) -> None:
-    """Refuse a name that a zip archive cannot hold."""
-    size = len(name.encode(errors="replace"))
-    if not name or "\0" in name or size > 65_000 or name.encode(errors="ignore").decode() != name:
-        raise file_error(path, f"no array in it can be called {brief(repr(name))}", "give it another name")
-
-
 def check_metadata(path: FilePath, metadata: Any) -> None:
     """Refuse metadata of a wrong type or version."""
     dtypes = metadata.get("dtypes", {}) if isinstance(metadata, dict) else None
@@ -144,7 +137,10 @@ def write(
     if METADATA in whole:
         raise file_error(path, f"{METADATA} is the name of kvkit's metadata", "give that array another name")
     for name, array in whole.items():
-        check_new_name(path, name)
+        size = len(name.encode(errors="replace"))
+        if not name or "\0" in name or size > 65_000 or name.encode(errors="ignore").decode() != name:
+            what = f"no array in it can be called {brief(repr(name))}"
+            raise file_error(path, what, "give it another name")
         if not members.is_storable(array.dtype) or not array.dtype.itemsize:
             what = f"{name} has dtype {array.dtype}, which no .npz file can name"
             raise file_error(path, what, "convert it")

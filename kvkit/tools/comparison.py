@@ -210,7 +210,13 @@ def diff(
         if number < 0:
             raise argument_error(name, "a number of at least 0", number)
     if plot is not None:
-        check_plot(plot)
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise KvkitError("plot: needs matplotlib: pip install '.[plot]' in a clone") from None
+        kinds = Figure().canvas.get_supported_filetypes()
+        if Path(plot).suffix.lower().removeprefix(".") not in kinds:
+            raise argument_error("plot", f"a name that ends in .{', .'.join(kinds)}", plot)
     sides = (a, layout_a, "layout_a"), (b, layout_b, "layout_b")
     arrays = Lazy(compared_arrays, sides, sizes, like, axes)
     one, two, inputs, known_axes, notes, sources = arrays.value
@@ -482,17 +488,6 @@ def causes_of(
         outer = expected.shape[:-1]
     roles = tuple(ROLES.get(letter, letter) for letter in letters)
     return try_causes(Trial(found.name, roles, expected, got, like, others, tolerances))
-
-
-def check_plot(path: FilePath) -> None:
-    """Raise unless matplotlib can write a picture of this name."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise KvkitError("plot: needs matplotlib: pip install '.[plot]' in a clone") from None
-    kinds = Figure().canvas.get_supported_filetypes()
-    if Path(path).suffix.lower().removeprefix(".") not in kinds:
-        raise argument_error("plot", f"a name that ends in .{', .'.join(kinds)}", path)
 
 
 def draw_maps(path: FilePath, maps: Mapping[str, Any]) -> None:

@@ -258,7 +258,13 @@ def size(
     batches = [integer("batch", each, 1) for each in several(batch)]
 
     def sized(tokens: int, batch: int, format: str) -> SizedCache:
-        return count_bytes(layers, tokens, batch, format, counts[format], rounding, step)
+        keys = values = states = 0.0
+        for i, layer in enumerate(layers):
+            times = batch * layer.num_layers
+            of_keys, of_values = counts[format](i, layer, layer.rows(tokens, rounding, step))
+            keys, values = keys + times * of_keys, values + times * of_values
+            states += times * layer.state * STATE_BYTES
+        return SizedCache(tokens, batch, format, int(keys), int(values), int(states))
 
     if fit is not None:
         most = parse_bytes("fit", fit)
@@ -333,25 +339,6 @@ def quantized_count(layers: list[SizedLayers], format: str, **unquantized: Any) 
         return keys, coded(1, rows, layer.num_kv_heads, layer.value_dim)
 
     return count
-
-
-def count_bytes(
-    layers: list[SizedLayers],
-    tokens: int,
-    batch: int,
-    format: str,
-    count: Count,
-    engine: EngineRounding,
-    step: int,
-) -> SizedCache:
-    """Count the bytes of a cache of `batch` sequences with `tokens` tokens each."""
-    keys = values = states = 0.0
-    for i, layer in enumerate(layers):
-        times = batch * layer.num_layers
-        of_keys, of_values = count(i, layer, layer.rows(tokens, engine, step))
-        keys, values = keys + times * of_keys, values + times * of_values
-        states += times * layer.state * STATE_BYTES
-    return SizedCache(tokens, batch, format, int(keys), int(values), int(states))
 
 
 def longest(sized: Callable[[int], SizedCache], most: int) -> SizedCache:

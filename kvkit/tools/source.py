@@ -342,7 +342,13 @@ class CacheSource(CacheArrays):
         line = layouts.parse(self.layout)
         if line.split and self.cache is not None and not line.has_scales:
             with self.naming():
-                return split_sizes(self.cache, line, self.sizes)
+                pairs = list(iterate_leaves(self.cache, line, self.sizes))
+                keys, values = (leaf.sizes for leaf in pairs[0][1])
+                lists = {
+                    axis: 1 + max(where[axis] for where, _ in pairs) for axis in line.lists if axis != "kv"
+                }
+                found = dict(keys) | lists | ({"v": values["c"]} if values["c"] != keys["c"] else {})
+                return {axis: size for axis, size in found.items() if axis in line.names or axis == "v"}
         return {} if self.kv is None else axis_sizes_of(self.kv, line)
 
     def one_head_view(self) -> tuple[KV | None, dict[str, int]]:
@@ -611,15 +617,6 @@ def view_of(cache: Any, layout: str | Layout, sizes: Mapping[str, int]) -> KV | 
         whole = Layout(("l", "kv") if "kv" in line.names else ("l",), *[("b", "n", "h", "c")] * 2)
         cache, line, sizes = layouts.convert(cache, line, whole, sizes=sizes or None), whole, {}
     return layouts.view(cache, line, sizes=sizes or None)
-
-
-def split_sizes(cache: Any, line: Layout, known: Mapping[str, int]) -> dict[str, int]:
-    """Return {axis: length} of arrays whose layout splits an axis, without a copy of them."""
-    pairs = list(iterate_leaves(cache, line, known))
-    keys, values = (leaf.sizes for leaf in pairs[0][1])
-    lists = {axis: 1 + max(where[axis] for where, _ in pairs) for axis in line.lists if axis != "kv"}
-    found = dict(keys) | lists | ({"v": values["c"]} if values["c"] != keys["c"] else {})
-    return {axis: size for axis, size in found.items() if axis in line.names or axis == "v"}
 
 
 def axis_sizes_of(kv: KV, layout: str | Layout) -> dict[str, int]:

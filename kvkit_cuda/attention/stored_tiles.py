@@ -212,7 +212,8 @@ def rows_copier(unit, counts, steps, begins):
     `counts`, `steps` and `begins` have an entry for keys and one for values: units of a row, bytes between
     rows of a tile, offset of the first row.
     """
-    threads, from_lane = threads_of(max(counts)), device.from_lane
+    threads = next((n for n in (1, 2, 4) if max(counts) <= n), 8)  # that copy a row
+    from_lane = device.from_lane
     (key_step, value_step), (key_begin, value_begin) = steps, begins
     copy_key, copy_value = (row_copier(unit, count, threads) for count in counts)
     shift = threads.bit_length() - 1
@@ -242,11 +243,6 @@ def row_copier(unit, count, threads):
                 copy(int32(target + j * unit), source + j * unit)
 
     return device.inlined(copy_row)
-
-
-def threads_of(units):
-    """Return how many threads copy a row of `units` units."""
-    return next((n for n in (1, 2, 4) if units <= n), 8)
 
 
 @shared

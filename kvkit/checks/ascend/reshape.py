@@ -81,8 +81,15 @@ def cache_views(given: Sequence[TokensAndCache], mode: CompressType, cache_forma
         if cache_fmt is not fmt:
             raise argument_error(cache_name, f"the dtype of {name}, {fmt}", cache_fmt)
         if mode:
-            check_compressed(name, array, first, fmt, mode)
-            want = (1, array.shape[2])
+            dim = array.shape[2]
+            if dim % DIM_STEP:
+                wanted = f"a head size that is a multiple of {DIM_STEP}, for {mode.name}"
+                raise argument_error(name, wanted, dim)
+            if dim != first.shape[2]:
+                raise argument_error(name, f"the head size of key, {first.shape[2]}, for {mode.name}", dim)
+            if mode is CompressType.KVHEAD_ROPE and fmt is INT8:
+                raise argument_error(name, "floats, because KVHEAD_ROPE stores means", fmt)
+            want = 1, dim
         elif cache_format == "NZ":
             want = token_groups(name, array, fmt)
         else:
@@ -94,17 +101,6 @@ def cache_views(given: Sequence[TokensAndCache], mode: CompressType, cache_forma
         formats.append(fmt)
     tensors.same_types(formats, cache_format, [each.name for each in given])
     return caches
-
-
-def check_compressed(name: str, array: Array, first: Array, fmt: Element, mode: CompressType) -> None:
-    """Check an array of tokens for a compressed mode; `first` is the array of keys."""
-    dim = array.shape[2]
-    if dim % DIM_STEP:
-        raise argument_error(name, f"a head size that is a multiple of {DIM_STEP}, for {mode.name}", dim)
-    if dim != first.shape[2]:
-        raise argument_error(name, f"the head size of key, {first.shape[2]}, for {mode.name}", dim)
-    if mode is CompressType.KVHEAD_ROPE and fmt is INT8:
-        raise argument_error(name, "floats, because KVHEAD_ROPE stores means", fmt)
 
 
 def token_groups(name: str, array: Array, fmt: Element) -> tuple[int, int]:
