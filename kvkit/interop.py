@@ -7,16 +7,15 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 
 from kvkit.errors import KvkitError, add_keyword_hint, argument_error, describe
 from kvkit.formats.elements import BFLOAT16, FLOATS8
 from kvkit.runtime import call_log
-from kvkit.typed import Array
+from kvkit.typed import Array, Method
 
-Operator = TypeVar("Operator", bound=Callable[..., Any])
 CPU = 1  # DLPack's device type of a CPU
 EXTENSION_DTYPES = {fmt.dtype.name: fmt.dtype for fmt in (BFLOAT16, *FLOATS8)}  # ml_dtypes', not numpy's own
 
@@ -161,7 +160,7 @@ def as_tensors(result: Any) -> Any:
     return numpy_to_tensor(result)
 
 
-def returns_input_kind(operator: Operator) -> Operator:
+def returns_input_kind(operator: Method) -> Method:
     """Decorate an operator on numpy arrays so that it takes arrays of any library.
 
     Caches that are tensors change in place. An argument that the operator returns is the caller's own object.
@@ -185,7 +184,7 @@ def returns_input_kind(operator: Operator) -> Operator:
                 raise
         return call_with_numpy(operator, first, args, keywords)
 
-    return cast(Operator, call)
+    return cast(Method, call)
 
 
 def log_call(operator: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from kvkit_cuda.names import inputs, origin
 
 WHERE = """`kvkit.{path}` on a CUDA device. Arrays of a device (with the CUDA array interface or DLPack) are
 used in place. Numpy arrays are copied to the current device, and back if they change."""
-RESULTS = """Without `out`, results are new arrays of the library and device of `{first}`."""
+NEW_RESULTS = """Without `out`, results are new arrays of the library and device of `{first}`."""
 ON_HOST = """Index tensors should be on the host, where they are checked: the call waits for index tensors on
 the device."""
 BITS = "Stored bits equal those of the CPU."
@@ -127,7 +127,7 @@ def docstring(path, function, notes, more):
     arrays, index = inputs(path) if path in OPERATORS else ([], [])
     about = [WHERE.format(path=path)]
     if arrays and OPERATORS[path].outputs:
-        about.append(RESULTS.format(first=arrays[0]))
+        about.append(NEW_RESULTS.format(first=arrays[0]))
     if index:
         about.append(ON_HOST)
     rest = rest.replace("\nReturns\n", "".join([*more, STREAM, "\nReturns\n"]))

@@ -9,7 +9,7 @@ from typing import Literal, SupportsIndex
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvkit.checks.ascend.reshape import WINDOWS, compression
+from kvkit.checks.ascend.reshape import EMPTY_WINDOWS, compression
 from kvkit.checks.ascend.tensors import MOST
 from kvkit.checks.index_tensors import index
 from kvkit.checks.values import finite_number, integer, text
@@ -164,7 +164,7 @@ def compressed_slots(
     mode = compression(compress_type)
     if mode is CompressType.UNDEFINED:
         raise argument_error("compress_type", "KVHEAD, KVHEAD_ROPE or OMNI (see `slots`)", mode.name)
-    text("empty_window", empty_window, WINDOWS)
+    text("empty_window", empty_window, EMPTY_WINDOWS)
     heads = integer("num_head", num_head, 1, MOST)
     lengths = np.repeat(checked_lengths(seq_lens), heads)
     windows = index("wins", wins, length=len(lengths))

@@ -28,7 +28,7 @@ TILE = 64  # tokens of a run that are transposed together, so that their cache l
 PART_BYTES = 64 * 2**20  # bytes between two reports of progress
 ROTARY = 64  # rotated elements at the end of a latent row, unless the caller says how many
 SCRATCH_BYTES = 2**18  # bytes of each cache that are compared at a time
-Tables = tuple[BlockTable, BlockTable] | None
+TablePair = tuple[BlockTable, BlockTable] | None
 CacheRows = list[tuple["LayerRows", ...]]  # of each layer: rows of keys and of values, or joint rows of both
 Moved = tuple[Index, Index] | None  # source row and target row of every token
 
@@ -229,7 +229,7 @@ def joined_blocks(parts: list[LayerRows]) -> LayerRows:
     return replace(first, arrays=arrays, blocks=np.concatenate([each.blocks for each in parts]))
 
 
-def moved_rows(tables: Tables, read: CacheRows) -> Moved:
+def moved_rows(tables: TablePair, read: CacheRows) -> Moved:
     """Return the source row and the target row of every token, by target row; None if rows keep their places.
 
     Sequences may share rows in the source. In the target they may share only rows of the same source row.
@@ -263,7 +263,7 @@ def check_rows(name: str, rows: Index, cache: CacheRows, whose: str) -> None:
 
 
 def target_sizes(
-    read: CacheRows, rows: Moved, line: Layout, given: Mapping[str, int], tables: Tables, new: bool
+    read: CacheRows, rows: Moved, line: Layout, given: Mapping[str, int], tables: TablePair, new: bool
 ) -> dict[str, int]:
     """Return the sizes of a target that follow from the source and the caller's sizes."""
     contents, page_size = [part.content.shape for part in read[0]], len(read[0][0].tokens)

@@ -35,9 +35,9 @@ POOLS = "key_cache", "value_cache"
 SCALES = "key_scale", "value_scale"
 RESULTS = "out", "lse"
 TOKEN_SCALE_AXES = len(("pages", "tokens", "heads"))
-Scales = Sequence[Any]
+ScalePair = Sequence[Any]
 NO_SCALES = None, None
-Forms = list[tuple[tuple[int, ...], np.dtype[Any]]]  # of results
+ResultForms = list[tuple[tuple[int, ...], np.dtype[Any]]]  # of results
 OWNERS = {  # the array that an address of attention to pools points into
     "query": "query", "out": "out", "lse": "lse", "keys.address": POOLS[0], "values.address": POOLS[1],
     "keys.scales": SCALES[0], "values.scales": SCALES[1],
@@ -94,7 +94,7 @@ class PlannedPages:
 
     def __init__(self, sequences: Contexts | None = None) -> None:
         self.sequences = sequences
-        self._attended: PreparedCalls[tuple[PreparedCall, Forms]] = PreparedCalls()
+        self._attended: PreparedCalls[tuple[PreparedCall, ResultForms]] = PreparedCalls()
         self._appended: PreparedCalls[PreparedCall] = PreparedCalls()
         self._angles: tuple[object, Array | None] = None, None  # of the latest rope
 
@@ -183,7 +183,7 @@ def needs_checks(call: PoolAttention) -> bool:
     return any(each is not None for each in others) or call.return_key_weights is not False
 
 
-def scales_of(call: PoolAttention | PoolTransfer) -> tuple[Scales, Scales, bool]:
+def scales_of(call: PoolAttention | PoolTransfer) -> tuple[ScalePair, ScalePair, bool]:
     """Return the scales that are arrays, those that are numbers, and whether a preparation reads the arrays.
 
     It reads scales of heads, and not those of tokens.

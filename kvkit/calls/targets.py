@@ -23,7 +23,7 @@ from kvkit.runtime.repeats import repeatable
 P = ParamSpec("P")
 Checked = TypeVar("Checked")
 Result = TypeVar("Result")
-Plan = Packed | Contexts  # what the plan of a step has checked
+Planned = Packed | Contexts  # what the plan of a step has checked
 CHECKS: dict[type, Callable[..., Any]] = {  # of the records that steps get: f(record, sequences)
     CacheAttention: checked_cache_attention, CacheTransfer: checked_key_value_cache,
     PoolAttention: checked_paged_attention, PoolTransfer: checked_append,
@@ -57,7 +57,7 @@ class Taken(Exception):
 class Checks(CallTarget):
     """Checks calls and computes none; it is the step of a plan too."""
 
-    def __init__(self, sequences: Plan | None = None) -> None:
+    def __init__(self, sequences: Planned | None = None) -> None:
         self.sequences, self.step = sequences, self
 
     def call(self, function: Callable[..., object], values: Mapping[str, Any]) -> Any:

@@ -38,7 +38,7 @@ from kvkit.layouts.tables import starts_of
 from kvkit.typed import Array
 
 CODED = "ds_mla", "ds_v4"  # formats whose rows are bytes
-BYTES = np.dtype(np.uint8), np.dtype(np.int8), E4M3.dtype  # the dtypes that bytes may have
+BYTE_DTYPES = np.dtype(np.uint8), np.dtype(np.int8), E4M3.dtype  # the dtypes that bytes may have
 DS_MLA_ROW = 656  # bytes of a token of ds_mla: 512 codes, 4 scales of 4 bytes, 64 rotary elements of 2 bytes
 DS_V4_CODES = 448  # codes of a token of ds_v4
 DS_V4_BODY = DS_V4_CODES + 128  # its bytes without scales: codes, and 64 rotary elements of 2 bytes
@@ -217,7 +217,7 @@ def checked_latent_pool(name: str, latent: Any, rope_cache: Any, format: str | N
     if rope_cache is not None:
         raise argument_error("rope_cache", f"None, for {known}, whose rows have it", describe(rope_cache))
     refuse_masked(name, latent)
-    is_bytes = isinstance(latent, np.ndarray) and latent.dtype in BYTES and latent.ndim > 1
+    is_bytes = isinstance(latent, np.ndarray) and latent.dtype in BYTE_DTYPES and latent.ndim > 1
     if not is_bytes or (latent.size and latent.strides[-1] != 1):
         raise argument_error(name, f"an array of bytes, for {known}", describe(latent))
     rows = latent.view(np.uint8)
@@ -284,7 +284,7 @@ def ds_v4_parts(name: str, blocks: Array) -> tuple[Array, Array]:
 
 def ds_v4_blocks(name: str, rows: Array) -> Array:
     """Return rows [blocks, tokens, 584] as blocks [blocks, bytes], padded to a multiple of 576 bytes."""
-    if rows.ndim != 3 or rows.shape[2] != DS_V4_ROW or rows.dtype not in BYTES:
+    if rows.ndim != 3 or rows.shape[2] != DS_V4_ROW or rows.dtype not in BYTE_DTYPES:
         raise argument_error(name, f"rows of {DS_V4_ROW} bytes (format ds_v4)", describe(rows))
     size = -(-rows.shape[1] * DS_V4_ROW // DS_V4_BODY) * DS_V4_BODY
     blocks = np.zeros((len(rows), size), np.uint8)

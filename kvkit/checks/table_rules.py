@@ -19,8 +19,8 @@ from kvkit.typed import Array
 
 OUTSIDE, TWICE, FOREIGN = range(3)  # the rule that a hit breaks: P1, P2 or P3
 # The fields of a hit. OTHER is the other sequence with the page, and OTHER_COLUMN where it has the page.
-FIELDS = RULE, SEQUENCE, COLUMN, PAGE, OTHER, OTHER_COLUMN = range(6)
-HIT = len(FIELDS)
+HIT_FIELDS = RULE, SEQUENCE, COLUMN, PAGE, OTHER, OTHER_COLUMN = range(6)
+HIT = len(HIT_FIELDS)
 NO_PAGES = np.zeros(0, np.int64)
 NO_PLACEHOLDER = np.iinfo(np.int64).min  # an id that no table has
 UNKNOWN = -1  # in place of the page in front: it is a placeholder, or wrong
@@ -124,7 +124,7 @@ class Tables:
 
     @cached_property
     def scanned(self) -> tuple[Array, Any]:
-        """Return the hits [hits, FIELDS], and the number of sequences of each page, by page."""
+        """Return the hits [hits, HIT_FIELDS], and the number of sequences of each page, by page."""
         hits = np.empty((len(self.ids), HIT), np.int64)
         ids, pool, used = self.ids, self.num_blocks, None
         placeholder = NO_PLACEHOLDER if self.placeholder is None else self.placeholder
@@ -143,7 +143,7 @@ class Tables:
         return hits, owners if used is None else dict(zip(used.tolist(), owners.tolist(), strict=True))
 
     def hits(self, rule: int) -> Array:
-        """Return the hits of a rule, [hits, FIELDS]."""
+        """Return the hits of a rule, [hits, HIT_FIELDS]."""
         hits, _ = self.scanned
         chosen: Array = hits[hits[:, RULE] == rule]
         return chosen

@@ -47,7 +47,7 @@ NEED_A_LIST = set(
     inkling2_text mimo_v2 mimo_v2_flash laguna mellum cohere_compass_text
     """.split()  # noqa: SIM905
 )
-UNKNOWN = {"rwkv", "rwkv5", "xlstm", "reformer", "blt", "zaya", "xlnet", "transfo-xl", "retnet"}
+UNREADABLE = {"rwkv", "rwkv5", "xlstm", "reformer", "blt", "zaya", "xlnet", "transfo-xl", "retnet"}
 STATED = "a model whose layers kvkit can read"
 
 
@@ -78,8 +78,8 @@ def layer_count(words: Words) -> int:
 
 def layer_kinds(words: Words, count: int) -> list[LayerType]:
     """Return the kind of each layer. Entries that disagree are an error that names two."""
-    if words.model_type in UNKNOWN or words.flag("is_encoder_decoder", False):
-        other = "an encoder-decoder" if words.model_type not in UNKNOWN else repr(words.model_type)
+    if words.model_type in UNREADABLE or words.flag("is_encoder_decoder", False):
+        other = "an encoder-decoder" if words.model_type not in UNREADABLE else repr(words.model_type)
         raise words.error("model_type", STATED, other)
     if "cross_attention_layers" in words:
         wanted = "a model whose layers read no picture: their rows do not depend on the text"

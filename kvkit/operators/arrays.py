@@ -15,8 +15,8 @@ from kvkit.layouts import pmx
 
 Texts = tuple[str, ...]
 FLOATS = tuple(fmt.name for fmt in formats.FLOATS)
-DATA = tuple(fmt.name for fmt in formats.BY_DTYPE.values())
-CACHE = (*DATA, "uint8")
+DATA_NAMES = tuple(fmt.name for fmt in formats.BY_DTYPE.values())
+CACHE = (*DATA_NAMES, "uint8")
 MASK = tuple(formats.MASKS)
 INDEX = ("int64", "int32")
 
@@ -84,10 +84,10 @@ def side_entries(about: str, dtypes: Texts, *shapes: str, prefix: str = "") -> d
 
 ARRAYS = {
     "query": ArgumentEntry(FLOATS, "queries of the new tokens"),
-    "key": ArgumentEntry(DATA, "keys of the new tokens"),
-    "value": ArgumentEntry(DATA, "values, if value_cache is given"),
-    "current_key": ArgumentEntry(DATA, "keys of the new tokens"),
-    "current_value": ArgumentEntry(DATA, "values of the new tokens"),
+    "key": ArgumentEntry(DATA_NAMES, "keys of the new tokens"),
+    "value": ArgumentEntry(DATA_NAMES, "values, if value_cache is given"),
+    "current_key": ArgumentEntry(DATA_NAMES, "keys of the new tokens"),
+    "current_value": ArgumentEntry(DATA_NAMES, "values of the new tokens"),
     "cache": ArgumentEntry(CACHE, "by cache_layout; a last axis of Dh/2 for int4", STATIC),
     "dynamic_batching.cache": ArgumentEntry(CACHE, "by cache_layout; a last axis of Dh/2 for int4", DYNAMIC),
     "scale": ArgumentEntry(FLOATS, "for quant_bit 8 and 4", scales_of(STATIC)),
@@ -113,7 +113,7 @@ ARRAYS = {
     "sin": ArgumentEntry(FLOATS, "sines, if not those of theta", (POSITIONS,)),
     "outputs": ArgumentEntry(FLOATS, "attn_output of each part", ("(parts, ..., num_heads, Dv)",)),
     "lses": ArgumentEntry(FLOATS[:1], "lse of each part", ("(parts, ..., num_heads)",)),
-    **side_entries("keys, in pages", DATA, POOL, POOL_OF_BOTH),
+    **side_entries("keys, in pages", DATA_NAMES, POOL, POOL_OF_BOTH),
     "key_scale": ArgumentEntry(FLOATS, "factors of keys; in Python also a number", POOL_SCALES),
     "value_scale": ArgumentEntry(FLOATS, "factors of values; in Python also a number", POOL_SCALES),
     "block_tables": ArgumentEntry(
@@ -125,7 +125,7 @@ ARRAYS = {
     "source": ArgumentEntry(("any",), "blocks to copy"),
     "target": ArgumentEntry(("any",), "blocks to write"),
     "pairs": ArgumentEntry(INDEX, "a block of source, and the block of target that it is copied to"),
-    **side_entries("keys, in blocks", DATA, ND, NZ, prefix="ascend."),
+    **side_entries("keys, in blocks", DATA_NAMES, ND, NZ, prefix="ascend."),
     "wins": ArgumentEntry(INDEX, "tokens to keep (KVHEAD), to average (KVHEAD_ROPE) or to leave out (OMNI)"),
     "offset_index": ArgumentEntry(INDEX, "the first token to average or to leave out; -1: none"),
     "seq_lens": ArgumentEntry(INDEX, "tokens of each sequence"),
@@ -135,8 +135,9 @@ ARRAYS = {
     "src": ArgumentEntry(INDEX, "blocks to copy"),
     "dst": ArgumentEntry(INDEX, "blocks to write, each once"),
     "cum_sum": ArgumentEntry(INDEX, "where the destinations of each source end in dst"),
-    "x": ArgumentEntry(DATA, "matrices"),
-    "y": ArgumentEntry(DATA, "the result of nd_to_nz", ("(b, n/n0, m rounded up to a multiple of 16, n0)",)),
+    "x": ArgumentEntry(DATA_NAMES, "matrices"),
+    "y": ArgumentEntry(
+        DATA_NAMES, "the result of nd_to_nz", ("(b, n/n0, m rounded up to a multiple of 16, n0)",)),
     "m": ArgumentEntry(INDEX, "rows of a matrix"),
     "n": ArgumentEntry(INDEX, "columns of a matrix"),
     "rope_cache": ArgumentEntry(
@@ -173,8 +174,10 @@ TO_PAGES: Own = {
     "attn_mask": ArgumentEntry(MASK, ADDED, tuple(PAGED_MASKS)),
 }
 INTO_PAGES: Own = {
-    "key": ArgumentEntry(DATA, "keys of the new tokens; None leaves key_cache", ("(tokens, H, Dk)",)),
-    "value": ArgumentEntry(DATA, "values of the new tokens; None leaves value_cache", ("(tokens, H, Dv)",)),
+    "key": ArgumentEntry(DATA_NAMES, "keys of the new tokens; None leaves key_cache", ("(tokens, H, Dk)",)),
+    "value": ArgumentEntry(
+        DATA_NAMES, "values of the new tokens; None leaves value_cache", ("(tokens, H, Dv)",)
+    ),
     "key_scale": ArgumentEntry(FLOATS, "divisors of keys that become codes", COMPUTED_SCALES),
     "value_scale": ArgumentEntry(FLOATS, "divisors of values that become codes", COMPUTED_SCALES),
     "positions": ArgumentEntry(INDEX, "the position of each token, for rope", ("(tokens)",)),
@@ -204,7 +207,7 @@ ALIBI_MASKS = (shape.replace("S, M", "seqlen_q, seqlen_kv") for shape in STATIC_
 BIASED_MASKS: Own = {"attn_mask": ArgumentEntry(MASK, ADDED_TO_BIASES, (*ALIBI_MASKS, SOME_AXES))}
 PACKED_BIASED_MASKS: Own = {"attn_mask": ArgumentEntry(MASK, ADDED_TO_BIASES, tuple(PACKED_MASKS))}
 INTO_BLOCKS: Own = {
-    **side_entries("keys, in blocks", DATA, ND, NZ, COMPRESSED),
+    **side_entries("keys, in blocks", DATA_NAMES, ND, NZ, COMPRESSED),
     "slot_mapping": ArgumentEntry(
         INDEX, "the slot of each token, or of each head's first row; below 0: store nothing",
         ("(num_tokens)", "compressed: (B*num_head)")),

@@ -30,7 +30,7 @@ from kvkit_cuda.attention.decode_forms import form_of, suits
 from kvkit_cuda.attention.fragments import EVERYONE, LOWEST, Held, Softmax
 from kvkit_cuda.attention.params import with_short_divisors
 from kvkit_cuda.attention.prefill import LN2, LOG2E, SIGNATURE
-from kvkit_cuda.attention.stored_tiles import TOKENS
+from kvkit_cuda.attention.stored_tiles import TILE_TOKENS
 from kvkit_cuda.attention.tiles import put_word, two_floats
 from kvkit_cuda.attention.work_items import StepTables, byte_offset
 from kvkit_cuda.copy import chunks
@@ -38,8 +38,7 @@ from kvkit_cuda.copy.transfer import WARP
 from kvkit_cuda.device_runtime import device, memory, ptx
 
 __all__ = ["prepare", "suits"]
-PLACES = 4  # offsets in a tile: of keys, of their scales, of values, of theirs
-MOST_SPLITS = merge.MOST_SPLITS  # of a call, each of at least `calls.tables.LEAST_SPLIT` tokens
+OFFSETS = 4  # offsets in a tile: of keys, of their scales, of values, of theirs
 F32, U32 = types.float32, types.uint32
 
 int32, fresh_register = device.int32, ptx.fresh_register
@@ -49,7 +48,7 @@ _write_pair, _write_addresses = memory.store(4, 4), memory.store(16, 16, memory.
 
 def attend(form):
     """Return the kernel of a form."""
-    rows, stages, step_tokens = form.thread_rows, form.stages, form.warps * TOKENS
+    rows, stages, step_tokens = form.thread_rows, form.stages, form.warps * TILE_TOKENS
     held_queries, held_scores = form.held_queries, rows * form.columns
     held_sums, held_words, held_zeros = rows * form.width, form.held_words, form.held_zeros
     has_bias, held_scales = form.has_bias, 2 * max(form.keys.groups, form.values.groups)
@@ -78,7 +77,7 @@ def attend(form):
 
         q, zeros = cuda.local.array(held_queries, U32), cuda.local.array(held_zeros, F32)
         words, sums = cuda.local.array(held_words, U32), cuda.local.array(held_scores, F32)
-        scales, places = cuda.local.array(held_scales, F32), cuda.local.array(PLACES, types.int32)
+        scales, places = cuda.local.array(held_scales, F32), cuda.local.array(OFFSETS, types.int32)
         held = Held(q, zeros, words, sums, scales, places)
         score_factor = load_queries(params, item, lane, held)  # [rows, dim]
         board = int32(place_of_tiles())  # the warps' rings; in the end the board of their sums
@@ -96,7 +95,7 @@ def attend(form):
             if lane == 0:  # shared memory keeps the addresses, because registers are scarce
                 put_addresses(params, item, int32(ring + bases))
             sync_warp()
-            row_id, place, begin = int32(0), ring, int32(low + warp * TOKENS - stages * step_tokens)
+            row_id, place, begin = int32(0), ring, int32(low + warp * TILE_TOKENS - stages * step_tokens)
             if int32(begin + stages * step_tokens) < high:
                 position = min(int32(begin + stages * step_tokens + (lane & 15)), int32(high - 1))
                 row_id = int32(row_id_of(params, table, item.pages, position))
@@ -108,7 +107,7 @@ def attend(form):
                     multiply_keys(held, place, lane, mask, s)  # [rows, tokens]
                     if has_bias:
                         apply_bias_and_mask(params, step, item, lane, begin, s, scale)
-                    if begin < sees.common_begin or int32(begin + TOKENS) > sees.common_end:
+                    if begin < sees.common_begin or int32(begin + TILE_TOKENS) > sees.common_end:
                         hide(params, step, item, lane, begin, high, s)
                     at = int32(place + key_bytes)
                     update_softmax(s, state, LOG2E if has_bias else scale * LOG2E, (held, at))
@@ -254,6 +253,6 @@ def prepare(record, context, tables, most_rows, stream):
     """Return the launches: of the kernel, and of the merge if contexts are split."""
     form = form_of(record, context, most_rows)
     record = with_short_divisors(record)
-    block, options = (WARP, form.warps), {"most": MOST_SPLITS, "placed": True}
+    block, options = (WARP, form.warps), {"most": merge.MOST_SPLITS, "placed": True}
     kernel, packed = compiled(form), context.data_dtype
     return merge.prepare(kernel, record, packed, tables, form.rows, block, stream, **options)

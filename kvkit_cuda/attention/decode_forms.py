@@ -7,7 +7,14 @@ from kvkit_cuda.attention import forms, fragments, params
 from kvkit_cuda.attention.fragments import LONGEST, are_widened
 from kvkit_cuda.attention.panels import WORDS
 from kvkit_cuda.attention.slices import WEIGHTS
-from kvkit_cuda.attention.stored_tiles import KEY_PANEL, SCALE_UNITS, TOKENS, VALUE_PANEL, Tile, is_in_slices
+from kvkit_cuda.attention.stored_tiles import (
+    KEY_PANEL,
+    SCALE_UNITS,
+    TILE_TOKENS,
+    VALUE_PANEL,
+    Tile,
+    is_in_slices,
+)
 from kvkit_cuda.attention.tiles import CHUNK
 from kvkit_cuda.device_runtime import ptx
 
@@ -60,7 +67,7 @@ class DecodeForm:
 
     @property
     def columns(self):
-        return TOKENS // 8
+        return TILE_TOKENS // 8
 
     @property
     def width(self):

@@ -137,7 +137,7 @@ class LatentForm:
         return 2 * self.stage_bytes + self.query_bytes + self.weight_bytes + 4 * self.rows * (self.groups + 1)
 
 
-class Places(NamedTuple):
+class TilePlaces(NamedTuple):
     """The addresses of a block's arrays in shared memory."""
 
     queries: Any  # [rows, dim]; in the end, outputs [rows, value dim]
@@ -366,7 +366,7 @@ def attend(form):
         weights = int32(queries + query_bytes)
         maxima = int32(weights + weight_bytes)
         head = params.keys + item.b * params.key_sequence + item.head * params.key_head
-        places = Places(queries, weights, maxima, int32(maxima + maximum_bytes))
+        places = TilePlaces(queries, weights, maxima, int32(maxima + maximum_bytes))
         load_queries(params, item, queries, thread)
         a, s = cuda.local.array(held_words, U32), cuda.local.array(held_scores, F32)
         o, m = cuda.local.array(held_sums, F32), cuda.local.array(held_rows, F32)

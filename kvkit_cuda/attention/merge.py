@@ -29,7 +29,7 @@ from kvkit_cuda.copy.transfer import INDEX1, INDEX2, WARP, sequence_of
 from kvkit_cuda.device_runtime import device, host
 
 THREADS = 128  # of a block
-WARPS = THREADS // WARP
+MERGE_WARPS = THREADS // WARP
 MOST_SPLITS = 1024  # of a row
 SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX1, types.int64)
 STATE = 3  # numbers after the sums of a slot's row
@@ -91,8 +91,8 @@ def merge_splits(packed):
         thread, threads = cuda.threadIdx.x, cuda.blockDim.x
         warps = (threads + WARP - 1) // WARP
         factors = cuda.shared.array(MOST_SPLITS, types.float32)  # [splits]
-        maxima = cuda.shared.array(WARPS, types.float32)
-        totals = cuda.shared.array(WARPS, types.float32)
+        maxima = cuda.shared.array(MERGE_WARPS, types.float32)
+        totals = cuda.shared.array(MERGE_WARPS, types.float32)
         m, l = numeric.MINUS_INF, np.float32(0)
         for split in range(thread, splits, threads):
             m = max(m, read_float(state + split * stride))

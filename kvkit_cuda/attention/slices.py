@@ -36,7 +36,7 @@ from kvkit.formats import BY_NAME
 from kvkit.formulas import numeric
 from kvkit.runtime.jit import shared
 from kvkit_cuda.attention.fragments import EVERYONE, SMALLER, mma, score_rotator
-from kvkit_cuda.attention.stored_tiles import TOKENS
+from kvkit_cuda.attention.stored_tiles import TILE_TOKENS
 from kvkit_cuda.attention.tile_words import arranged, both, twice, words_loader
 from kvkit_cuda.attention.work_items import query_address, row_of_int32
 from kvkit_cuda.copy import chunks
@@ -57,7 +57,7 @@ def place_finder(tile):
 
     def find_place(lane):
         row = int32((lane & 15) * step + (lane >> 4 & 1) * 16)
-        return fresh_register(row), fresh_register(int32(TOKENS * step + (lane >> 2 & 7) * scale_step))
+        return fresh_register(row), fresh_register(int32(TILE_TOKENS * step + (lane >> 2 & 7) * scale_step))
 
     return device.inlined(find_place)
 
@@ -326,7 +326,7 @@ def multiply_nan_safe(form):
     step, groups, number = tile.step, tile.groups, number_of(tile)
     load, load_scales = memory.load(2, 2, space=memory.SHARED), scales_loader(tile)
     rotate, exchange, scaled = score_rotator(form), device.exchange, bool(tile.scale_format)
-    first_scale, scale_step = TOKENS * step, tile.scale_step
+    first_scale, scale_step = TILE_TOKENS * step, tile.scale_step
 
     @shared
     def load_unit(address):

@@ -10,7 +10,7 @@ from kvkit_cuda.attention.tiles import CHUNK
 from kvkit_cuda.copy.transfer import WARP
 from kvkit_cuda.device_runtime import device, memory, ptx
 
-TOKENS = 16  # in a tile
+TILE_TOKENS = 16  # in a tile
 KEY_PANEL, VALUE_PANEL = 4, 8  # chunks of a panel: one for each of the threads that share a row
 RUN_BYTES = 32  # of the longest run of keys; a run of values has half as many
 SCALE_UNITS = 16, 4  # bytes that one copy of scales may have
@@ -116,7 +116,7 @@ class Tile:
 
     @property
     def bytes(self):
-        return TOKENS * (self.step + self.scale_step)
+        return TILE_TOKENS * (self.step + self.scale_step)
 
     @property
     def chunk_bytes(self):
@@ -188,7 +188,7 @@ def fill(keys, values):
     counts, steps = [tile.row_bytes // 16 for tile in both], [tile.step for tile in both]
     copy_rows = rows_copier(16, counts, steps, begins)
     counts, steps = [tile.scale_bytes // keys.unit for tile in both], [tile.scale_step for tile in both]
-    begins = [begin + TOKENS * tile.step for begin, tile in zip(begins, both, strict=True)]
+    begins = [begin + TILE_TOKENS * tile.step for begin, tile in zip(begins, both, strict=True)]
     copy_scales = rows_copier(keys.unit, counts, steps, begins)
 
     def fill(place, row_id, bases, params, lane):
@@ -224,9 +224,11 @@ def rows_copier(unit, counts, steps, begins):
         keys, values = keys + unit * first_unit, values + unit * first_unit
         at_keys = int32(place + key_begin + first_row * key_step + unit * first_unit)
         at_values = int32(place + value_begin + first_row * value_step + unit * first_unit)
-        for i in range(0, TOKENS, WARP // threads):
-            row = from_lane(row_id, int32((i + first_row) & (TOKENS - 1)))
-            if TOKENS * threads >= WARP or first_row < TOKENS:  # a thread a row leaves 16 lanes idle
+        for i in range(0, TILE_TOKENS, WARP // threads):
+            row = from_lane(row_id, int32((i + first_row) & (TILE_TOKENS - 1)))
+            if (
+                TILE_TOKENS * threads >= WARP or first_row < TILE_TOKENS
+            ):  # a thread a row leaves 16 lanes idle
                 copy_key(int32(at_keys + i * key_step), keys + product(row, strides[0]), first_unit)
                 copy_value(int32(at_values + i * value_step), values + product(row, strides[1]), first_unit)
 

@@ -24,7 +24,7 @@ import numpy as np
 from kvkit.formats import BY_NAME
 from kvkit.runtime.jit import shared
 from kvkit_cuda.attention import tiles
-from kvkit_cuda.attention.stored_tiles import TOKENS
+from kvkit_cuda.attention.stored_tiles import TILE_TOKENS
 from kvkit_cuda.attention.tiles import CHUNK
 from kvkit_cuda.copy import chunks
 from kvkit_cuda.device_runtime import device, memory, ptx
@@ -68,7 +68,7 @@ def start(tile):
         chunk = min(thread, last) if more_threads else thread * thread_step
         rows = np.int64(fresh_register(int32(at + token * step + chunk * chunk_bytes)))
         group = quotient(chunk, group_chunks) if regular else 0  # else `scale_loader` finds it
-        scales = at + TOKENS * step + token * scale_step + group * scale_bytes
+        scales = at + TILE_TOKENS * step + token * scale_step + group * scale_bytes
         scales = np.int64(fresh_register(int32(scales)))
         return Start(rows, scales, chunk, np.uint32(mask))
 

@@ -122,7 +122,7 @@ def compiled():
     return device.kernel(scan, SCAN)
 
 
-class Table:
+class PageTable:
     """A page table [B, M] in memory of a device, which numpy reads only to raise an error."""
 
     __slots__ = ("shape", "size", "there")
@@ -143,7 +143,7 @@ def device_tables(step, checked, stream, lasting):
     blocks = min(-(-given.size // COPY_THREADS), host.most_blocks())
     arguments = given.ctypes.data, *given.strides, len(given), there
     host.launch(compiled_copy(given.itemsize), (blocks,), COPY_THREADS, stream, arguments)
-    tables = Tables(step._replace(table=Table(there, given.shape)), lasting, table=there)
+    tables = Tables(step._replace(table=PageTable(there, given.shape)), lasting, table=there)
     if checked:
         tables.steps = tables.steps._replace(rows=rows_in_use(tables, runs, stream))
     tables.write(stream)

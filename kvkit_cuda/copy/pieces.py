@@ -48,7 +48,7 @@ class Blocks(NamedTuple):
     chunks: Any  # of a row
 
 
-class Run(NamedTuple):
+class CopiedRun(NamedTuple):
     """A chunk in neighbouring rows of source and target: addresses, and bytes from row to row."""
 
     source: Any
@@ -64,7 +64,7 @@ class Run(NamedTuple):
     angles_row: Any
 
 
-class Rotation(NamedTuple):
+class RowRotation(NamedTuple):
     """The rotation of keys before they are stored, by angles [rows, pairs, (cosine, sine)]."""
 
     angles: Any = 0  # address; 0: nothing is rotated
@@ -74,7 +74,7 @@ class Rotation(NamedTuple):
 
 
 SIDE = types.NamedUniTuple(INT, len(Blocks._fields), Blocks)
-ROTATION = types.NamedUniTuple(INT, len(Rotation._fields), Rotation)
+ROTATION = types.NamedUniTuple(INT, len(RowRotation._fields), RowRotation)
 SIGNATURE = types.void(INDEX1, INDEX2, *[SIDE] * 6, INT, INT, ROTATION)
 
 
@@ -185,7 +185,7 @@ def copy_pieces(variant):
                     angle += row * turn_row
                     rows = min(rows, rest_of_page(row, source.rows))
                     place = row_at(source, row) + in_source
-                run = Run(
+                run = CopiedRun(
                     source=place, source_row=source.row,
                     target=row_at(target, to_row) + in_target, target_row=target.row,
                     scale=row_at(scales, to_row) + in_scales, scale_row=scales.row,
@@ -234,10 +234,10 @@ def copy_launches(copies, tables, rows, stream, rotated=None):
         team = min(THREADS, 1 << (chunks - 1).bit_length())
         teams = THREADS // team
         blocks = min(-(-rows // teams), host.most_blocks())
-        turn = Rotation()
+        turn = RowRotation()
         if rotated and kind == copies[0].kind:
             rope, place, dim = rotated
-            turn = Rotation(place, rope.begin, rope.rotary_dim // 2, dim // kind.variant[3])
+            turn = RowRotation(place, rope.begin, rope.rotary_dim // 2, dim // kind.variant[3])
         # One copy alone is passed for keys and for values.
         arguments = *tables, *(*arrays, *arrays)[:6], kind.group, kind.lanes, turn
         owners = {(len(tables) + i, 0): name for i, name in enumerate((*names, *names)[:6])}

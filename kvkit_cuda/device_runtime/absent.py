@@ -34,7 +34,7 @@ def compile_for(capability):
     device.kernel, device.capability = kernel, lambda: capability
     replaced: Any = host  # some of its functions are cached ones
     replaced.require, replaced.require_device = needs.packages, lambda which: needs.device("", capability)
-    host.current, host.most_blocks = lambda: 0, lambda: host.BLOCKS
+    host.current, host.most_blocks = lambda: 0, lambda: host.BLOCKS_PER_PROCESSOR
     host.stream, host.capturing = lambda given: Stream(), lambda stream: False
     host.finish, host.wait_for = lambda stream: None, lambda producer, stream: None
     host.empty, host.upload = empty, lambda array, stream: empty(max(array.nbytes, 1), np.uint8, stream)

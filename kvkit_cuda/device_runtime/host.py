@@ -16,7 +16,9 @@ from kvkit_cuda.device_runtime.device import SIMULATED, shared_memory
 
 LEGACY_DEFAULT = 1  # address of the default stream in protocols, where numba has 0
 PER_THREAD_DEFAULT = 2  # address of each thread's own default stream
-BLOCKS = 16  # blocks for each multiprocessor, twice as many as it holds, so that none idles at the end
+BLOCKS_PER_PROCESSOR = (
+    16  # blocks for each multiprocessor, twice as many as it holds, so that none idles at the end
+)
 SCRATCH = "scratch"  # stands in `Launch.owners` for addresses of scratch memory
 NATIVE = not SIMULATED  # whether prepared calls may use the driver directly
 
@@ -87,7 +89,7 @@ def most_blocks():
 
 @functools.cache
 def blocks_of(which):
-    return BLOCKS * cuda.get_current_device().MULTIPROCESSOR_COUNT
+    return BLOCKS_PER_PROCESSOR * cuda.get_current_device().MULTIPROCESSOR_COUNT
 
 
 # Streams

@@ -20,7 +20,7 @@ OLDEST = 8, 0  # compute capability of a device whose tensor cores take bfloat16
 DRIVERS = {12: "525 (Linux) or 528 (Windows)", 13: "580"}  # the oldest ones, by CUDA's major version
 # The first CUDA for a compute capability.
 FIRST = {(10, 0): "12.8", (10, 3): "12.9", (11, 0): "13.0", (12, 0): "12.8", (12, 1): "12.9"}
-HALVES = "12.5"  # the first CUDA that compiles 16-bit floats for earlier compute capabilities
+FIRST_WITH_HALVES = "12.5"  # the first CUDA that compiles 16-bit floats for earlier compute capabilities
 INSTALL = "pip install '.[{extra}]' in a clone"
 
 
@@ -146,7 +146,7 @@ def libraries(found):
 
     extra = "cuda" if toolkit_version() > 12 else f"cuda{toolkit_version()}"
     remedy = f"{INSTALL.format(extra=extra)} --upgrade in a fresh environment, without a toolkit in CUDA_HOME"
-    first = FIRST.get(found, HALVES if found < min(FIRST) else None)
+    first = FIRST.get(found, FIRST_WITH_HALVES if found < min(FIRST) else None)
     release = f"of CUDA {first} or later" if first else "of a later CUDA"
     release += f", for compute capability {found[0]}.{found[1]}"
     try:

@@ -28,7 +28,7 @@ PLACE = types.UniTuple(types.int64, 4)
 SIGNATURE = types.void(*[INDEX1] * 3, *[PLACE] * 2, *[INT] * 4)
 
 
-class Row(NamedTuple):
+class MaskRow(NamedTuple):
     """A row of a mask: the keys that its query sees, and their biases."""
 
     begin: Any
@@ -113,7 +113,7 @@ def write_mask(element, mask, span):
             token, batch = item - pair * rows, pair // heads
             head = pair - batch * heads
             sequence = sequence_of(starts, token)
-            row = Row(
+            row = MaskRow(
                 begin=kvstarts[sequence], end=kvstarts[sequence + 1],
                 diagonal=kvstarts[sequence + 1] - starts[sequence + 1] + token,
                 total=total, slope=slopes[head], padding=padding,

@@ -99,7 +99,7 @@ def test_random_tables(threads, monkeypatch):
     """Many of them are broken, in every way; the twin decides, and no right one is read."""
     monkeypatch.setattr(scan, "SCAN_THREADS", threads)
     read = []
-    monkeypatch.setattr(scan.Table, "__array__", count_calls(scan.Table.__array__, read))
+    monkeypatch.setattr(scan.PageTable, "__array__", count_calls(scan.PageTable.__array__, read))
     rng = np.random.default_rng(threads)
     rules = {"fine": 0}
     for _ in range(60):

@@ -17,7 +17,10 @@ from kvkit.formats import BY_DTYPE, INT8, Element
 from kvkit.operators.compression import NEEDED, CompressType
 from kvkit.typed import Array
 
-WINDOWS = ("copy", "skip")  # what `empty_window` may say: whether a window of 0 tokens stores all, or nothing
+EMPTY_WINDOWS = (
+    "copy",
+    "skip",
+)  # what `empty_window` may say: whether a window of 0 tokens stores all, or nothing
 DIM_STEP = 32  # head sizes of compressed modes are multiples of it
 
 
@@ -35,7 +38,7 @@ def checked_reshape(call: BlockStore) -> ReshapeCall:
     """Check a call of `ascend.reshape_and_cache`."""
     key, mode = call.key, compression(call.compress_type)
     cache_format = text("cache_format", call.cache_format, tensors.FORMATS)
-    text("empty_window", call.empty_window, WINDOWS)
+    text("empty_window", call.empty_window, EMPTY_WINDOWS)
     for name, window in zip(Windows._fields, call.windows, strict=True):
         if (window is not None) != (name in NEEDED[mode]):
             wanted = f"{'an array' if window is None else 'None'} for {mode.name}"

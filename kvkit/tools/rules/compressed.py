@@ -11,7 +11,7 @@ from kvkit.tools.case import Case
 from kvkit.tools.findings import Seen, rule
 from kvkit.tools.state_names import COMPRESSOR, kind_of_state
 
-WINDOW = 128  # tokens that a query of DeepSeek V4 attends to by their own rows
+V4_WINDOW = 128  # tokens that a query of DeepSeek V4 attends to by their own rows
 
 
 def ratio_of(case: Case, name: str, layer: int | None) -> int:
@@ -95,7 +95,7 @@ def ring_too_short(case: Case) -> Seen:
     if not rings:
         return None
     stated, lengths, hits = case.number("window", 1), case.index("context_lens", 1), []
-    window = WINDOW if stated is None else stated
+    window = V4_WINDOW if stated is None else stated
     needed = window if lengths is None else min(window, int(lengths.max(initial=0)))
     for name, _, array in rings:
         if array.ndim != 3:

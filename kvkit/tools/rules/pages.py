@@ -20,7 +20,7 @@ def hits_of_kind(case: Case, kind: int, words: Callable[[str, int, int], str]) -
     """Report hits of one kind; `words` gets the page, another sequence that has it, and its column there."""
     if case.page_tables is None:
         return None
-    # A hit is (rule, sequence, column, page, other sequence, column there): `table_rules.FIELDS`.
+    # A hit is (rule, sequence, column, page, other sequence, column there): `table_rules.HIT_FIELDS`.
     hits = case.page_tables.hits(kind).tolist()
     return hits, lambda hit: (case.entry(*hit[1:3]), words(f"{case.noun} {hit[3]}", *hit[4:]))
 
