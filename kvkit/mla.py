@@ -168,7 +168,7 @@ def mla_attention(
         rope_cache=rope_cache, value_dim=value_dim, indices=indices, index_lens=index_lens, extra=extra,
         format=format, is_causal=is_causal, sinks=sinks, lse_of_sinks=lse_of_sinks, return_lse=return_lse,
     )  # fmt: skip
-    return on.repeat(checked_latent_attention, attend_to_latent, (given,), out)
+    return on.repeat(checked_latent_attention, attend_to_latent)(given, out)
 
 
 def attend_to_latent(given: LatentArguments, out: Array | Pair | None) -> Attended:
@@ -176,10 +176,10 @@ def attend_to_latent(given: LatentArguments, out: Array | Pair | None) -> Attend
     query, latent, form = without_float8(given.query), given.latent, None
     if query is not given.query:
         given = given._replace(query=query)
-    others = given.rope_cache, given.indices, given.index_lens, given.extra, given.format, given.sinks
-    if all(each is None for each in others):
-        attributes = given.value_dim, given.is_causal, given.return_lse, given.lse_of_sinks
-        form = form_of((query, latent), (given.softmax_scale, *attributes))
+    _, _, _, _, _, scale, rope_cache, value_dim, indices, index_lens, extra, format, *others = given
+    causal, sinks, *returned = others
+    if rope_cache is indices is index_lens is extra is format is sinks is None:
+        form = form_of((query, latent), (scale, value_dim, causal, *returned))
         if legal_forms.find(form):
             rows = PoolAttention(  # rows begin with the value
                 query,  # type: ignore[arg-type]  # not a pair, which has no form

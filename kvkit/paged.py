@@ -127,7 +127,7 @@ def paged_attention(
         scoring=Scoring(attn_mask, is_causal, False, softmax_scale, window, softcap, sinks),
         return_lse=return_lse, return_key_weights=return_key_weights, quant_format=quant_format,
     )  # fmt: skip
-    return on.repeat(checked_paged_attention, attend_to_pages, (call,), out)
+    return on.repeat(checked_paged_attention, attend_to_pages)(call, out)
 
 
 @operator

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, ParamSpec, SupportsIndex, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from kvkit.calls.steps import run_in_cache
 from kvkit.checks.arguments import CacheAttention, CacheTransfer, PoolAttention, PoolTransfer, StepArguments
@@ -21,7 +21,6 @@ from kvkit.interop import returns_input_kind
 from kvkit.runtime.repeats import repeatable
 
 P = ParamSpec("P")
-Checked = TypeVar("Checked")
 Result = TypeVar("Result")
 Planned = Packed | Contexts  # what the plan of a step has checked
 CHECKS: dict[type, Callable[..., Any]] = {  # of the records that steps get: f(record, sequences)
@@ -33,21 +32,15 @@ CHECKS: dict[type, Callable[..., Any]] = {  # of the records that steps get: f(r
 class CallTarget:
     """Runs an operator's `def` on the CPU."""
 
-    def check(self, check: Callable[P, Checked], *given: P.args, **named: P.kwargs) -> Checked:
+    run_in_cache = staticmethod(run_in_cache)
+
+    def check(self, check: Callable[P, Result], /, *given: P.args, **named: P.kwargs) -> Result:
         """Return the checked call, which the rest of the `def` computes."""
         return check(*given, **named)
 
-    def repeat(
-        self, check: Callable[..., object], compute: Callable[..., Result], given: tuple[Any, ...], out: Any
-    ) -> Result:
-        """Compute a call, which is checked unless an earlier call of its form runs again."""
-        return compute(*given, out)
-
-    def run_in_cache(
-        self, where: SupportsIndex | StepArguments, call: CacheTransfer | CacheAttention, out: Any
-    ) -> Any:
-        """Compute a call over a cache, for sequences from a position on, or for packed ones."""
-        return run_in_cache(where, call, out)
+    def repeat(self, check: Callable[..., object], compute: Callable[P, Result]) -> Callable[P, Result]:
+        """Return f(*arguments, out), which checks a call unless an earlier call of its form runs again."""
+        return compute
 
 
 class Taken(Exception):
@@ -68,28 +61,24 @@ class Checks(CallTarget):
             return taken.args[0]
         raise AssertionError(f"{function.__qualname__} ran")
 
-    def check(self, check: Callable[P, Checked], *given: P.args, **named: P.kwargs) -> Checked:
+    def check(self, check: Callable[P, Any], /, *given: P.args, **named: P.kwargs) -> Any:
         """Take the checked call."""
         raise Taken(check(*given, **named))
 
-    def repeat(
-        self, check: Callable[..., object], compute: Callable[..., Result], given: tuple[Any, ...], out: Any
-    ) -> Result:
-        """Take the checked call."""
-        raise Taken(check(*given))
+    def repeat(self, check: Callable[..., object], compute: Callable[P, Result]) -> Callable[P, Result]:
+        """Return a function that takes the checked call."""
+        return lambda *given, **_: self.check(check, *given[:-1])  # without `out`
 
-    def run_in_cache(
-        self, where: SupportsIndex | StepArguments, call: CacheTransfer | CacheAttention, out: Any
-    ) -> Any:
-        """Take the checked call over a cache."""
+    def run_in_cache(self, where: Any, call: CacheTransfer | CacheAttention, out: Any) -> Any:
+        """Take the checked call over a cache, for sequences from a position on, or for packed ones."""
         sequences = self.sequences
         if sequences is None and isinstance(where, StepArguments):
             sequences = packed_in_cache((call._fields[0], call[0]), where)
-        raise Taken(CHECKS[type(call)](call, sequences or Static(where)))  # type: ignore[arg-type]
+        self.check(CHECKS[type(call)], call, sequences or Static(where))
 
     def attend(self, call: Any, out: object = None) -> Any:
         """Take the checked call of a plan."""
-        raise Taken(CHECKS[type(call)](call, self.sequences))
+        self.check(CHECKS[type(call)], call, self.sequences)
 
     load = append = attend
 

@@ -200,5 +200,5 @@ def rotary_position_embedding(
         max_position_embeddings=max_position_embeddings, scaling_type=scaling_type,
         scaling_factor=scaling_factor,
     )  # fmt: skip
-    given = query, key, PackedPositions(seqstarts, start_pos, max_seqlen), arguments
-    return on.repeat(checked_rotation, rotate, given, out)
+    where = PackedPositions(seqstarts, start_pos, max_seqlen)
+    return on.repeat(checked_rotation, rotate)(query, key, where, arguments, out)

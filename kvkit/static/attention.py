@@ -108,7 +108,7 @@ def multi_head_attention(
     scoring = Scoring(attn_mask, is_causal, is_alibi, softmax_scale, window, softcap, sinks)
     heads = num_heads, head_dim, num_kv_heads
     call = KeyAttention(query, key, value, heads, scoring, return_lse, return_key_weights)
-    return on.repeat(checked_attention, attend_to_keys, (call,), out)
+    return on.repeat(checked_attention, attend_to_keys)(call, out)
 
 
 @repeated_operator

@@ -192,5 +192,5 @@ def rotary_position_embedding(
         max_position_embeddings=max_position_embeddings, scaling_type=scaling_type,
         scaling_factor=scaling_factor,
     )  # fmt: skip
-    given = query, key, StaticPositions(start_pos, pad_len), arguments
-    return on.repeat(checked_rotation, rotate, given, out)
+    where = StaticPositions(start_pos, pad_len)
+    return on.repeat(checked_rotation, rotate)(query, key, where, arguments, out)
