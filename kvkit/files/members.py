@@ -101,15 +101,7 @@ def read(
     if file is None or member.compress_type == zipfile.ZIP_DEFLATED:
         with archive.open(member) as data:
             data.read(header.begin)
-            array = np.empty(shape, dtype, order)
-            rest = memoryview(as_bytes(array))  # type: ignore[arg-type]
-            while rest:
-                count = data.readinto(rest[:CHUNK_BYTES])  # type: ignore[attr-defined]
-                if not count:
-                    raise ValueError("its data ends early")
-                rest = rest[count:]
-            data.read(1)  # zipfile compares the checksum here
-            return array
+            return unpack_into(data, np.empty(shape, dtype, order))
     if 0 in shape:
         return np.empty(shape, dtype, order)  # an empty mapping is impossible
     mapped = np.memmap(file, dtype, "c", data_offset(member, file) + header.begin, shape, order)
@@ -163,6 +155,18 @@ def data_offset(member: zipfile.ZipInfo, file: IO[bytes]) -> int:
     file.seek(member.header_offset)
     name_length, extra_length = struct.unpack_from("<HH", file.read(LOCAL_HEADER), 26)
     return int(member.header_offset + LOCAL_HEADER + name_length + extra_length)
+
+
+def unpack_into(data: IO[bytes], array: Array) -> Array:
+    """Fill an array from the rest of a member."""
+    rest = memoryview(as_bytes(array))  # type: ignore[arg-type]
+    while rest:
+        count = data.readinto(rest[:CHUNK_BYTES])  # type: ignore[attr-defined]
+        if not count:
+            raise ValueError("its data ends early")
+        rest = rest[count:]
+    data.read(1)  # zipfile compares the checksum here
+    return array
 
 
 def make_header(array: Array) -> bytes:

@@ -365,10 +365,15 @@ def suits(record, context, reach, most_rows):
     return most_rows > forms.ROWS and has_products and fits
 
 
+def warps_of(form: PrefillForm, most_rows: int) -> int:
+    """Return the warps of a block: a power of 2 that takes all rows, or the most."""
+    return min(WARPS, 1 << (-(-most_rows // form.warp_rows) - 1).bit_length())
+
+
 def prepare(record, context, tables, most_rows, stream):
     """Return the launches: of the kernel, and of the merge if contexts are split."""
     form = form_of(record, context)
-    warps = min(WARPS, 1 << (-(-most_rows // form.warp_rows) - 1).bit_length())
+    warps = warps_of(form, most_rows)
     rows = warps * form.warp_rows
     record = with_short_divisors(record)
     block, shared = (WARP, warps), form.bytes_of(warps)
