@@ -82,7 +82,8 @@ def compress_tokens(
     Notes
     -----
     This is the compressor of DeepSeek V4: CSA has ratio 4 with overlap, HCA 128 without. All is float32.
-    A state does not say which tokens it has seen; a `kvkit.cache.CompressedLayer` counts them.
+    A state does not say which tokens it has seen, so positions after a gap are not noticed here. A
+    `kvkit.cache.CompressedLayer` and a `PagedCompressedCache` count their tokens, and refuse others.
 
     Examples
     --------
