@@ -317,8 +317,8 @@ def test_layers_have_the_formats_of_a_mix(tmp_path):
     for cache in caches:
         assert torch.equal(generated(net, "kvkit", prompt(9), cache), want)
         for got, own in zip(cache.cache.layers, by_hand.layers, strict=True):
-            assert {name: x.tobytes() for name, x in got.arrays().items()} == {
-                name: x.tobytes() for name, x in own.arrays().items()
+            assert {name: x.tobytes() for name, x in got._arrays().items()} == {
+                name: x.tobytes() for name, x in own._arrays().items()
             }
     with pytest.raises(KvkitError, match="layers from -2 to 1, got 2"):
         KvkitCache(net.config, "quantized", format="int8@2/int4")
