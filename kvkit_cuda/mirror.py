@@ -33,6 +33,9 @@ ON_THE_CPU = "The CPU computes it: arrays of a device are copied to the host, th
 INDEX_ON_HOST = "The CPU computes it, and the result stays on the host, as index tensors should."
 STEPS_OF_STATES = """The CPU computes it with `gates`, with g or beta that are not contiguous float32, with
 states of bfloat16, and with keys of more than 512 elements."""
+PROMPTS_OF_STATES = """Chunks have 16 tokens, whatever `chunk` is. The CPU computes it without `state`, with
+`gates`, `return_states` or `return_capsule`, with g or beta that are not contiguous float32, with states of
+bfloat16, with four axes that are not contiguous or have an `out`, and with keys of more than 128 elements."""
 ANGLES = """Products and sums equal those of the CPU bit for bit; cosines and sines too, except rare ties in
 rounding. If an angle reaches 2^24, all angles of the call are computed on the host."""
 ONCE = """After the first call of a form, calls of the plan's methods copy nothing to the device and allocate

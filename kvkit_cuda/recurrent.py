@@ -124,21 +124,23 @@ def compiled(*formats):
     return device.kernel(step_kernel(*formats), SIGNATURE, formats)
 
 
-def is_ready(seen):
-    """Return whether a kernel can run a step, for its arrays by name: float32 gates that lie as they must."""
+def is_ready(seen, values, axes=3):
+    """Return whether a kernel can run a call, for its arrays by name and its other arguments.
+
+    Gates are float32 and lie as they must; `axes` are those of q.
+    """
     arrays = [seen.get(name) for name in ("q", "k", "v", "state")]
     gates = [each for each in (seen.get("g"), seen.get("beta")) if each is not None]
     known = all(isinstance(each, np.ndarray) for each in (*arrays, *gates))
-    if not known or seen.get("gates") is not None or arrays[0].ndim != 3:
+    if not known or values["gates"] is not None or arrays[0].ndim != axes:
         return False
     narrow = arrays[3].dtype != np.float32  # a state of bfloat16 is rounded once, after the readout
     flat = all(each.dtype == np.float32 and each.flags.c_contiguous for each in gates)
-    return flat and not narrow and 0 < arrays[0].shape[2] <= MOST_DK
+    return flat and not narrow and 0 < arrays[0].shape[-1] <= MOST_DK
 
 
-def launches(placed):
-    """Return the launch of a checked step whose arrays are on the device."""
-    call, (out,) = placed.call, placed.outputs
+def tables_of(call, out):
+    """Return the tables `sizes` and `places` of a checked call, whose output is [tokens, heads, dv]."""
     heads, dv = call.v.shape[1:]
     scale, eps = call.numbers.view(np.uint32).tolist()
     sizes = (
@@ -151,10 +153,16 @@ def launches(placed):
     for place, array in zip(places, arrays, strict=True):
         if array is not None:
             place[: min(array.ndim, 2) + 1] = array.ctypes.data, *array.strides[:2]
-    tables = np.array(sizes, np.int64), places, call.reads, call.writes
+    return np.array(sizes, np.int64), places
+
+
+def launches(placed):
+    """Return the launch of a checked step whose arrays are on the device."""
+    call, (out,) = placed.call, placed.outputs
     if not len(call.reads):
         return []
+    tables = *tables_of(call, out), call.reads, call.writes
     formats = call.fmt.name, call.state_format.name, BY_DTYPE[out.dtype].name
-    blocks = len(call.reads) * heads
+    blocks = len(call.reads) * call.v.shape[1]
     kernel = compiled(*formats)
     return [host.Launch(kernel, (blocks, 1), (THREADS, 1), placed.stream, host.tables(tables, placed.stream))]

@@ -452,6 +452,10 @@ class PromptCall(NamedTuple):
     return_states: bool
     capsule_rows: int
 
+    @property
+    def results(self) -> Results:
+        return self.delta.results
+
 
 def checked_prompt(call: DeltaArguments, prompt: PromptArguments) -> PromptCall:
     """Check a call of `gated_delta_rule`."""

@@ -16,7 +16,7 @@ from kvkit.checks.index_tensors import VALIDATES
 from kvkit.operators import OPERATORS
 from kvkit.operators.operator import IN_PYTHON
 from kvkit.runtime import call_log
-from kvkit_cuda import recurrent
+from kvkit_cuda import prompts, recurrent
 from kvkit_cuda.calls import arrays, checks, homes, latent, launches, prepared, results, steps
 from kvkit_cuda.device_runtime import host
 from kvkit_cuda.names import inputs
@@ -80,14 +80,16 @@ ATTEND_TO_BLOCKS = Kind(launches.attend_to_blocks)
 ATTEND_TO_ROWS = Kind(latent.attend, ("query",), operand=latent.operand, host_only=latent.host_only)
 APPEND_ROWS = Kind(latent.append, host_only=lambda operands, values: ("latent", "rope"))
 STEP_STATES = Kind(recurrent.launches, ("q", "k", "v"))
+RUN_PROMPTS = Kind(prompts.launches, ("q", "k", "v"))  # returns the states, too
 COMPUTED = Kind(latent.copy_computed, host_only=lambda operands, values: tuple(operands))
 
 KINDS = {  # other operators are `COMPUTED`
     "key_value_cache": APPEND, "multi_head_attention": ATTEND, "multi_head_cache_attention": ATTEND,
     "merge_attention_states": MERGE, "paged_attention": ATTEND_TO_PAGES, "paged_append": APPEND_TO_PAGES,
     "swap_blocks": COPY, "mla_attention": ATTEND_TO_ROWS, "mla_append": APPEND_ROWS,
-    "gated_delta_step": STEP_STATES, "rotary_position_embedding": ROTATE, "alibi_slope": SLOPE,
-    "alibi_mask": MASK, "dynamic_batching.key_value_cache": APPEND,
+    "gated_delta_step": STEP_STATES, "gated_delta_rule": RUN_PROMPTS,
+    "rotary_position_embedding": ROTATE, "alibi_slope": SLOPE, "alibi_mask": MASK,
+    "dynamic_batching.key_value_cache": APPEND,
     "dynamic_batching.multi_head_attention": ATTEND, "dynamic_batching.multi_head_cache_attention": ATTEND,
     "dynamic_batching.position_index": POSITION_INDEX,
     "dynamic_batching.rotary_position_embedding": ROTATE, "dynamic_batching.alibi_mask": MASK,
@@ -143,11 +145,13 @@ def log(path, values):
 
 def kind_of(op, values, stream):
     """Return the kind of a call."""
-    if op.name == "gated_delta_step":
+    kind = KINDS.get(op.name, COMPUTED)
+    if kind in (STEP_STATES, RUN_PROMPTS):
         seen = {name: arrays.operand(name, values[name], stream).seen for name in inputs(op.name)[0]}
-        if VALIDATES or not recurrent.is_ready(seen | {"gates": values["gates"]}):
+        kernels = recurrent if kind is STEP_STATES else prompts
+        if VALIDATES or not kernels.is_ready(seen, values):
             return COMPUTED
-    return KINDS.get(op.name, COMPUTED)
+    return kind
 
 
 def run(path, step, values, stream, repeatable=None):
@@ -211,4 +215,4 @@ def run(path, step, values, stream, repeatable=None):
             usable[each.name].take(there[each.name], stream)
     for result, copy in zip(made, copies, strict=True):
         result.take(copy, stream)
-    return returned
+    return (returned, values["state"]) if kind is RUN_PROMPTS else returned

@@ -9,7 +9,7 @@ import threading
 
 from numba.cuda.simulator import kernel
 
-from kvkit_cuda import recurrent
+from kvkit_cuda import prompts, recurrent
 from kvkit_cuda.attention import bias, forms, merge
 from kvkit_cuda.copy import means, pieces, transfer
 from kvkit_cuda.device_runtime import device
@@ -17,7 +17,7 @@ from kvkit_cuda.positions import alibi, angles, index, rotary
 
 # Blocks are small: every thread of theirs is a thread of the host.
 THREADS = {transfer: 16, forms: 8, merge: 4} | dict.fromkeys(
-    (alibi, angles, bias, means, pieces, index, recurrent, rotary), 8
+    (alibi, angles, bias, means, pieces, index, prompts, recurrent, rotary), 8
 )
 
 

@@ -10,7 +10,7 @@ from device_arrays import Array, contents
 import kvkit
 import kvkit_cuda
 from kvkit.reference import recurrent as plain
-from kvkit_cuda import recurrent
+from kvkit_cuda import prompts, recurrent
 
 SIZES = (2, 2, 4, 6, 5), (4, 2, 2, 8, 3)  # heads of q, k and v, dk, dv: shared keys, shared states
 RULES = {"linear": (), "gated": ("g",), "delta": ("beta",), "gated_delta": ("g", "beta")}
@@ -72,6 +72,68 @@ def test_tokens_of_16_bits(taken):
         np.testing.assert_allclose(out.astype(np.float32), expected.astype(np.float32), rtol=1e-2, atol=1e-2)
         np.testing.assert_allclose(contents(there["state"]), state, atol=2e-5)
     assert len(taken) == 2
+
+
+def prompt_of(rng, sizes, layout, by_channel, tokens):
+    call = step_of(rng, sizes, layout, by_channel)
+    queries, keys, heads, dk, dv = sizes
+    for name, count, dim in (("q", queries, dk), ("k", keys, dk), ("v", heads, dv)):
+        call[name] = rng.standard_normal((tokens, count, dim), np.float32)
+    g = -rng.random((tokens, *call["g"].shape[1:]), np.float32)
+    g[5, 0], g[7], g[8, 1] = -np.inf, -60, -200
+    return call | {"g": g, "beta": rng.random((tokens, heads), np.float32)}
+
+
+@pytest.fixture
+def prompted(monkeypatch):
+    """Return a list that gets the formats of each kernel of prompts in use."""
+    found, compiled = [], prompts.compiled
+    monkeypatch.setattr(prompts, "compiled", lambda *formats: found.append(formats) or compiled(*formats))
+    return found
+
+
+@pytest.mark.parametrize("layout", ["KV", "VK"])
+@pytest.mark.parametrize("by_channel", [False, True], ids=["heads", "channels"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_prompts(sizes, by_channel, layout, prompted):
+    """Packed sequences of 19, 0, 2, 1 and 4 tokens, one without a state; slots of nobody stay."""
+    call = prompt_of(np.random.default_rng(0), sizes, layout, by_channel, 26)
+    options = {"starts": [0, 19, 19, 21, 22, 26], "state_indices": [4, 3, 0, -1, 2], "state_layout": layout}
+    for rule in RULES if sizes == SIZES[0] else ("gated_delta",):
+        given = {name: array for name, array in call.items() if name not in ("g", "beta") or
+                 name in RULES[rule]}  # fmt: skip
+        state = call["state"].astype(np.float64)
+        more = options | {"norm": rule != "linear"}
+        expected, _ = plain.gated_delta_rule(**given | {"state": state}, **more)
+        there = {name: Array(array.copy()) for name, array in given.items()}
+        out, last = kvkit_cuda.gated_delta_rule(**there, **more)
+        assert last is there["state"]
+        near = {"atol": 2e-5, "rtol": 2e-5}
+        np.testing.assert_allclose(contents(out), expected, **near)
+        np.testing.assert_allclose(contents(last), state, **near)
+        assert np.array_equal(contents(last)[[1, 3, 5]], call["state"][[1, 3, 5]])
+    here = call["state"].copy()  # arrays of the host are copied to the device, and back if they change
+    found, last = kvkit_cuda.gated_delta_rule(**given | {"state": here}, **more)
+    assert last is here
+    assert np.array_equal(found, contents(out))
+    assert np.array_equal(here, contents(there["state"]))
+    assert set(prompted) == {("float32", "float32")}
+
+
+def test_prompts_side_by_side(prompted):
+    """Rows behind the lengths are ignored, and 0 in the output; heads of v take more than one block."""
+    sizes = 1, 1, 1, 3, 35
+    call = prompt_of(np.random.default_rng(0), (*sizes[:2], 2, *sizes[3:]), "KV", False, 12)
+    apart = {name: call[name][:, :1].copy().reshape(2, 6, *call[name][:, :1].shape[1:])
+             for name in ("q", "k", "v", "g", "beta")}  # fmt: skip
+    state = call["state"][:2, :1].copy()
+    expected, last = kvkit.gated_delta_rule(**apart, state=state.copy(), lengths=[4, 0])
+    there = {name: Array(array) for name, array in (apart | {"state": state}).items()}
+    out, after = kvkit_cuda.gated_delta_rule(**there, lengths=[4, 0])
+    np.testing.assert_allclose(contents(out), expected, atol=2e-5)
+    np.testing.assert_allclose(contents(after), last, atol=2e-5)
+    assert not contents(out)[1].any()
+    assert len(prompted) == 1
 
 
 def test_what_the_cpu_computes(taken):

@@ -29,6 +29,7 @@ from sass import prologue
 from kvkit.checks.records import Context
 from kvkit.formats import BY_NAME
 from kvkit.formats.elements import BLOCKS, FLOATS8
+from kvkit_cuda import prompts, recurrent
 from kvkit_cuda.attention import bias, decode, decode_forms, forms, latent, merge, params, plain, prefill
 from kvkit_cuda.calls import scan
 from kvkit_cuda.copy import chunks, means, pieces, transfer
@@ -181,6 +182,18 @@ TABLES = {
         lambda: index.write_positions, index.SIGNATURE, [], EXACT, REGISTERS, quick=True
     ),
 }
+
+# States: both in float32; of a prompt, whose blocks have 45 KB of shared memory, three run at once
+
+STATES = {
+    "step of states": Kernel(
+        lambda: recurrent.step_kernel("bfloat16", "float32", "bfloat16"), recurrent.SIGNATURE, registers=96,
+    ),
+    "prompt of states": Kernel(
+        lambda: prompts.prompt_kernel("bfloat16", "bfloat16"), prompts.SIGNATURE, registers=FILE // 3 // 128,
+        quick=True,
+    ),
+}  # fmt: skip
 
 # Attention for any call; what most calls take is quick, with the registers of the target that takes most
 
@@ -432,7 +445,7 @@ def latent_rows(form):
 
 # All of them
 
-KERNELS = {f"{name}": kernel for name, kernel in (TABLES | SCANS | MERGES).items()}
+KERNELS = {f"{name}": kernel for name, kernel in (TABLES | SCANS | MERGES | STATES).items()}
 for room, variants, make in (
     ("copy", COPIES, copy), ("position", POSITIONS + QUICK_POSITIONS, position), ("plain", FORMS, any_call),
     ("weights", QUICK_FORMS, summing),

@@ -26,7 +26,7 @@ MACHINE = {
     "test_device_attention": [r"test_what_weighs_keys.*plain"],
     "test_device_decode": [r"test_groups_of_copies"], "test_device_latent": [r"test_splits_with_sinks"],
     "test_device_paged": [], "test_device_positions": [r"test_rotary_in_place"],
-    "test_device_recurrent": [r"test_steps.*5.*heads-KV"],
+    "test_device_recurrent": [r"test_steps.*5.*heads-KV", r"test_prompts_side_by_side"],
     "test_device_prefill": [r"test_product", r"matrices", r"rounded", r"powers"],
     "test_device_scan": [r"test_rows_that_look_wrong_but_are_legal"], "test_device_mutants": [r"test_scan"],
     "test_device_tensor_cores": [r"test_contexts.*(decode-100|prefill-40)-fp16"], "test_device_twin": [],
