@@ -304,7 +304,9 @@ def compiled(*formats):
 def is_ready(seen, values):
     """Return whether the kernel can run a prompt, for its arrays by name and its other arguments."""
     tokens = [seen.get(name) for name in ("q", "k", "v")]
-    if values["return_states"] or values["return_capsule"]:
+    if values["return_states"] is not False or type(values["return_capsule"]) is not int:
+        return False  # what is not checked yet is refused, or computed, by the CPU's function
+    if values["return_capsule"]:
         return False
     if not all(isinstance(each, np.ndarray) and each.ndim in (3, 4) for each in tokens):
         return False

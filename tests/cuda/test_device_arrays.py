@@ -30,7 +30,7 @@ OPERATORS = {
 
 def is_near(call):
     """Sums are in another order than the CPU's."""
-    return "attention" in call.name or call.name == "gated_delta_step"
+    return "attention" in call.name or call.name in ("gated_delta_step", "gated_delta_rule")
 
 
 def cases():
