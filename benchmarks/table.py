@@ -1,4 +1,7 @@
-"""Put the figures of results/ into the pages that show them: python -m benchmarks.table"""
+"""Put the figures of results/ into README.md: python -m benchmarks.table
+
+The site's page of tables gets its own when Sphinx makes it, by `filled`.
+"""
 
 import itertools
 import json
@@ -205,11 +208,11 @@ def losses(report):
     yield f"{bound} of these are as near to their bound by products.\n"
 
 
-TABLES = HERE.parent / "docs" / "benchmark_tables.md"
-PAGES = [  # (page, name in its comments, suite of the figures, function that makes the table)
-    (HERE / "README.md", "cases", "decoding", cases),
-    (HERE / "README.md", "rivals", "decoding", rivals),
-    (HERE / "README.md", "losses", "decoding", losses),
+README, TABLES = HERE / "README.md", HERE.parent / "docs" / "benchmark_tables.md"
+PLACES_OF_TABLES = [  # (page, name in its comments, suite of the figures, function that makes the table)
+    (README, "cases", "decoding", cases),
+    (README, "rivals", "decoding", rivals),
+    (README, "losses", "decoding", losses),
     (TABLES, "decoding figures", "decoding", decoding),
     (TABLES, "attention figures", "attention", attention),
     (TABLES, "figures", "cpu", cache),
@@ -230,18 +233,14 @@ def with_table(page, name, table):
     return head + begin + table + end + rest.split(end)[1]
 
 
-def updated():
-    """Return every page, by its path, with the tables of the committed results."""
-    pages = {}
-    for path, name, suite, make in PAGES:
+def filled(path, page):
+    """Return the page of this path with the tables of the committed results."""
+    for where, name, suite, make in PLACES_OF_TABLES:
         results = HERE / "results" / f"{suite}.json"
-        if not results.exists():  # not measured yet
-            continue
-        report = json.loads(results.read_text())
-        pages[path] = with_table(pages.get(path) or path.read_text(), name, "".join(make(report)))
-    return pages
+        if where == path and results.exists():  # they were measured
+            page = with_table(page, name, "".join(make(json.loads(results.read_text()))))
+    return page
 
 
 if __name__ == "__main__":
-    for path, page in updated().items():
-        path.write_text(page)
+    README.write_text(filled(README, README.read_text()))

@@ -11,12 +11,13 @@ from sphinx.errors import ExtensionError
 from sphinx.ext.autodoc.mock import mock
 
 DOCS = Path(__file__).parent
-sys.path.insert(0, str(DOCS))
+sys.path[:0] = [str(DOCS), str(DOCS.parent)]
 
 import pictures  # noqa: E402
 
 import examples  # noqa: E402
 import kvkit  # noqa: E402
+from benchmarks import table  # noqa: E402
 from kvkit.layouts.named import NAMED  # noqa: E402
 from kvkit.version import __version__  # noqa: E402
 
@@ -158,6 +159,11 @@ def without_empty_ends(app, name, source):
     source[0] = re.sub(r"\n\n+```\n", "\n```\n", source[0])
 
 
+def tables(app, name, source):
+    """The tables of the benchmarks, from their committed results."""
+    source[0] = table.filled(DOCS / f"{name}.md", source[0])
+
+
 def current(app):
     """Pictures are as their program draws them, and examples come out as printed."""
     for path, text in pictures.drawn().items():
@@ -174,3 +180,4 @@ def setup(app):
     app.connect("builder-inited", layouts)
     app.connect("builder-inited", current)
     app.connect("source-read", without_empty_ends)
+    app.connect("source-read", tables)
