@@ -1,7 +1,7 @@
 """Draw how cost grows, and how long others take: python -m benchmarks.plot (needs matplotlib)
 
-`growth` shows results/growth.json and shapes.json, `threads` the model of many_cores.py, and `rivals` some
-cases of decoding.json.
+`growth` shows results/growth.json and shapes.json, `threads` the model of many_cores.py, `rivals` some cases
+of decoding.json, and `models` the steps of models.json.
 """
 
 import hashlib
@@ -16,7 +16,9 @@ from benchmarks import many_cores
 from benchmarks.table import HEADLINES, PEERS
 
 HERE = Path(__file__).resolve().parent
-GROWTH, SHAPES, DECODING = (HERE / "results" / f"{name}.json" for name in ("growth", "shapes", "decoding"))
+GROWTH, SHAPES, DECODING, MODELS = (
+    HERE / "results" / f"{name}.json" for name in ("growth", "shapes", "decoding", "models")
+)
 FOLDER = HERE.parent / "docs" / "pictures"
 STEP = re.compile(
     r"decode (?P<kind>\w+), (?P<batch>\d+) x (?P<tokens>[\d,]+) tokens, (?P<threads>\d+) threads"
@@ -122,11 +124,53 @@ def draw_rivals(figure: Any) -> None:
     axes.set_xlabel("ms of a step of one layer")
 
 
+def draw_models(figure: Any) -> None:
+    """Draw the time of a step of a whole model against its context, a line for each cache."""
+    axes, shown = figure.subplots(), {}
+    for result in json.loads(MODELS.read_text())["results"]:
+        if result["case"].startswith("step "):
+            tokens = int(result["case"].split()[2].replace(",", ""))
+            for name, seconds in ({"KvkitCache": result["seconds"]} | result["beside"]).items():
+                if seconds:
+                    shown.setdefault(name, []).append((tokens, seconds * 1e3))
+    for name, points in shown.items():
+        ours = name.startswith("Kvkit")
+        style = {"KvkitCache": "-", "DynamicCache": "-", "KvkitCache int8": "--", "StaticCache": "--"}
+        axes.plot(
+            *zip(*points, strict=True), style.get(name, ":"), marker="o", markersize=3,
+            color=COLOURS["float16" if ours else "int8"], label=name,
+        )  # fmt: skip
+    apart = least_apart([points[-1][1] for points in shown.values()])
+    for (name, points), at in zip(shown.items(), apart, strict=True):
+        axes.text(points[-1][0] * 1.15, at, name, fontsize=7, va="center")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.margins(x=0.02)
+    axes.set_xlim(right=max(points[-1][0] for points in shown.values()) * 6)
+    axes.set(xlabel="tokens of the context", ylabel="ms of a step")
+
+
+def least_apart(heights: list[float], least: float = 1.18) -> list[float]:
+    """Return places of labels beside these heights on a logarithmic axis, each `least` times the one below."""
+    order = sorted(range(len(heights)), key=heights.__getitem__)
+    places = list(heights)
+    for below, above in itertools.pairwise(order):
+        places[above] = max(places[above], places[below] * least)
+    return places
+
+
 PICTURES = {
     "growth": (draw_growth, 9.5),
     "threads": (draw_threads, 6),
     "rivals": (draw_rivals, 5),
+    "models": (draw_models, 3.6),
 }  # and their heights in inches
+SOURCES = {
+    "growth": (GROWTH, SHAPES),
+    "threads": (GROWTH, HERE / "many_cores.py"),
+    "rivals": (DECODING,),
+    "models": (MODELS,),
+}
 
 
 def draw_svg(name: str, page: str) -> str:
@@ -140,16 +184,16 @@ def draw_svg(name: str, page: str) -> str:
     with matplotlib.rc_context(plots.style(plots.INK[page])):
         figure = Figure(figsize=(4.8, height), layout="constrained")
         draw(figure)
-        return plots.svg(figure).replace("</svg>", f"<desc>{digest()}</desc>\n</svg>")
+        return plots.svg(figure).replace("</svg>", f"<desc>{digest(name)}</desc>\n</svg>")
 
 
-def digest() -> str:
-    """Return a digest of the figures that are shown."""
-    sources = GROWTH, SHAPES, DECODING, HERE / "many_cores.py"
+def digest(name: str) -> str:
+    """Return a digest of the figures that a picture shows."""
+    sources = SOURCES[name]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
 
 if __name__ == "__main__":
-    if all(path.exists() for path in (GROWTH, SHAPES, DECODING)):  # they were measured
-        for name, page in itertools.product(PICTURES, ("light", "dark")):
+    for name, page in itertools.product(PICTURES, ("light", "dark")):
+        if all(path.exists() for path in SOURCES[name]):  # they were measured
             (FOLDER / f"{name}-{page}.svg").write_text(draw_svg(name, page))

@@ -1,6 +1,6 @@
-"""Put the figures of results/ into README.md: python -m benchmarks.table
+"""Put the figures of results/ into the pages that show them: python -m benchmarks.table
 
-The site's page of tables gets its own when Sphinx makes it, by `filled`.
+The site's page of all tables gets them when Sphinx makes it, by `filled`.
 """
 
 import itertools
@@ -138,6 +138,28 @@ def first(report):
     yield from markdown(("case", "CPU s", "goal"), rows)
 
 
+def models(report):
+    """Yield a table of milliseconds of a whole model, by context, for each cache."""
+    results = [result for result in report["results"] if result["case"].startswith("step ")]
+    names = [name for name in results[-1]["beside"] if any(result["beside"].get(name) for result in results)]
+    yield from about(report)
+    rows = [
+        [
+            result["case"].split()[2],
+            f"{result['seconds'] * 1e3:.0f}",
+            *(f"{result['beside'][name] * 1e3:.0f}" if result["beside"].get(name) else "" for name in names),
+        ]
+        for result in results
+    ]
+    yield from markdown(("tokens", "KvkitCache", *names), rows)
+    prompts = [
+        f"{result['case'].split()[2]} tokens {result['seconds']:.1f} and {result['beside']['DynamicCache']:.1f} s"
+        for result in report["results"]
+        if result["case"].startswith("prompt ")
+    ]
+    yield f"\nPrompts, with KvkitCache and DynamicCache: {'; '.join(prompts)}.\n"
+
+
 def beside(word, results, spread):
     names = list(dict.fromkeys(name for result in results for name in result.get("beside", {})))
     key, unit = ("operations", "GFLOP/s") if word == "prefill" else ("bytes", "GB/s")
@@ -208,11 +230,13 @@ def losses(report):
     yield f"{bound} of these are as near to their bound by products.\n"
 
 
-README, TABLES = HERE / "README.md", HERE.parent / "docs" / "benchmark_tables.md"
+DOCS = HERE.parent / "docs"
+README, TRANSFORMERS, TABLES = HERE / "README.md", DOCS / "tools" / "transformers.md", DOCS / "benchmark_tables.md"
 PLACES_OF_TABLES = [  # (page, name in its comments, suite of the figures, function that makes the table)
     (README, "cases", "decoding", cases),
     (README, "rivals", "decoding", rivals),
     (README, "losses", "decoding", losses),
+    (TRANSFORMERS, "models", "models", models),
     (TABLES, "decoding figures", "decoding", decoding),
     (TABLES, "attention figures", "attention", attention),
     (TABLES, "figures", "cpu", cache),
@@ -243,4 +267,5 @@ def filled(path, page):
 
 
 if __name__ == "__main__":
-    README.write_text(filled(README, README.read_text()))
+    for shown in (README, TRANSFORMERS):
+        shown.write_text(filled(shown, shown.read_text()))

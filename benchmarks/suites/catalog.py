@@ -8,6 +8,7 @@ from benchmarks.suites import (
     first_calls,
     growth,
     latent,
+    models,
     pools,
     shapes,
     small_calls,
@@ -27,4 +28,5 @@ SUITES = {  # by the file of their figures
     "tiles": tiles.CASES,
     "small": small_calls.CASES,
     "first": first_calls.CASES,
+    "models": models.CASES,
 }
