@@ -151,7 +151,7 @@ def draw_models(figure: Any) -> None:
 
 
 def least_apart(heights: list[float], least: float = 1.18) -> list[float]:
-    """Return places of labels beside these heights on a logarithmic axis, each `least` times the one below."""
+    """Return places of labels beside heights on a logarithmic axis, each `least` times the one below."""
     order = sorted(range(len(heights)), key=heights.__getitem__)
     places = list(heights)
     for below, above in itertools.pairwise(order):

@@ -153,9 +153,9 @@ def models(report):
     ]
     yield from markdown(("tokens", "KvkitCache", *names), rows)
     prompts = [
-        f"{result['case'].split()[2]} tokens {result['seconds']:.1f} and {result['beside']['DynamicCache']:.1f} s"
-        for result in report["results"]
-        if result["case"].startswith("prompt ")
+        f"{each['case'].split()[2]} tokens {each['seconds']:.1f} and {each['beside']['DynamicCache']:.1f} s"
+        for each in report["results"]
+        if each["case"].startswith("prompt ")
     ]
     yield f"\nPrompts, with KvkitCache and DynamicCache: {'; '.join(prompts)}.\n"
 
@@ -231,7 +231,11 @@ def losses(report):
 
 
 DOCS = HERE.parent / "docs"
-README, TRANSFORMERS, TABLES = HERE / "README.md", DOCS / "tools" / "transformers.md", DOCS / "benchmark_tables.md"
+README, TRANSFORMERS, TABLES = (
+    HERE / "README.md",
+    DOCS / "tools" / "transformers.md",
+    DOCS / "benchmark_tables.md",
+)
 PLACES_OF_TABLES = [  # (page, name in its comments, suite of the figures, function that makes the table)
     (README, "cases", "decoding", cases),
     (README, "rivals", "decoding", rivals),

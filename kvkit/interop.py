@@ -113,7 +113,13 @@ def is_tensor(array: object) -> bool:
 
 def extension_dtype(array: object) -> np.dtype[Any] | None:
     """Return the ml_dtypes dtype of bfloat16 and float8 elements; None for numpy's own dtypes."""
-    return EXTENSION_DTYPES.get(str(getattr(array, "dtype", None)).removeprefix("torch."))
+    return extension_of(getattr(array, "dtype", None))
+
+
+@functools.cache  # there are few dtypes, and the text of one takes longer than a call may
+def extension_of(dtype: Any) -> np.dtype[Any] | None:
+    """Return the ml_dtypes dtype of a dtype of numpy or torch; None if it is numpy's own."""
+    return EXTENSION_DTYPES.get(str(dtype).removeprefix("torch."))
 
 
 def as_integers(tensor: Any) -> Any:
@@ -127,15 +133,15 @@ def as_integers(tensor: Any) -> Any:
 
 def tensor_to_numpy(tensor: Any) -> Array:
     """Return a numpy array that shares the memory of a tensor."""
-    array: Array = as_integers(tensor).numpy()
-    dtype = extension_dtype(tensor)
+    dtype = extension_of(tensor.dtype)
+    array: Array = (tensor if dtype is None else as_integers(tensor)).numpy()
     return array if dtype is None else array.view(dtype)
 
 
 def numpy_to_tensor(array: Array) -> Any:
     """Return a torch tensor that shares the memory of an array."""
     torch = sys.modules["torch"]
-    if array.dtype in EXTENSION_DTYPES.values():
+    if extension_of(array.dtype) is not None:
         integers = array.view(np.int16 if array.itemsize == 2 else np.int8)
         return torch.from_numpy(integers).view(getattr(torch, array.dtype.name))
     return torch.from_numpy(array)

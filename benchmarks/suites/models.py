@@ -1,4 +1,4 @@
-"""Cases of a whole model in transformers: SmolLM2-135M in float32, its time against the length of the context.
+"""Cases of a whole model in transformers: the time of SmolLM2-135M, in float32, against its context.
 
 A step is one token after a context of random keys and values, which a cache gets without a prompt. The case
 is `KvkitCache` under "kvkit"; beside it are its other kinds, and transformers' own caches under "sdpa".
@@ -97,7 +97,8 @@ def step(tokens):
         ids = torch.tensor([[5]])
         caches = {name: filled(name, tokens) for name in ("KvkitCache", *OURS, *THEIRS)}
         calls = {
-            name: (lambda i, made=made: forward(ids, *made)) if made else None for name, made in caches.items()
+            name: (lambda i, made=made: forward(ids, *made)) if made else None
+            for name, made in caches.items()
         }
         return Work(calls.pop("KvkitCache"), beside=calls, timed=True)
 
@@ -122,5 +123,8 @@ def prompt(tokens):
 
 CASES = [
     *(Case(f"step after {tokens:,} tokens", step(tokens), {"DynamicCache": 1}) for tokens in STEPS),
-    *(Case(f"prompt of {tokens:,} tokens", prompt(tokens), {"DynamicCache": 1}, rounds=3) for tokens in PROMPTS),
+    *(
+        Case(f"prompt of {tokens:,} tokens", prompt(tokens), {"DynamicCache": 1}, rounds=3)
+        for tokens in PROMPTS
+    ),
 ]

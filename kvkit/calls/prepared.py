@@ -289,8 +289,10 @@ class PreparedCall:
                 return False
             table[:, : refit.pages.shape[1]] = refit.pages
         if isinstance(refit.lengths, int):
-            grown = kvstarts[-self._growing - 1 :]
-            np.add(np.arange(self._growing + 1) * refit.lengths, grown[0], out=grown)
+            grown = kvstarts[-self._growing - 1 :].data  # numpy's own operations take longer for few
+            first = grown[0]
+            for i in range(1, self._growing + 1):
+                grown[i] = first + i * refit.lengths
         else:
             np.copyto(kvstarts, refit.lengths)
         return True

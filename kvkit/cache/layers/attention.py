@@ -32,6 +32,7 @@ class LayerAttention:
 
     def __init__(self) -> None:
         self._repeats, self._words = Repeats(), np.zeros(2, np.int64)
+        self._counter = self._words.data
         # What `again` runs: the call, the id of its layer (or of a view of one), its store, tokens of a query
         self._repeated: tuple[PreparedCall, int, Any, int] | None = None
         self._latest: tuple[Any, ...] = None, None, None  # store, span and positions that it reads
@@ -73,7 +74,7 @@ class LayerAttention:
             return False
         row, end = span.rows_from(span.begin)
         prepared.move(Refit(lengths=end - row, row=row))
-        self._words[0] += 1
+        self._counter[0] += 1
         self._latest = store, span, positions
         return True
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -95,7 +93,7 @@ def attention_forward(
         raise argument_error("module", wanted, "training mode")
     if stored is not None and stored.is_moved:
         check_moved(stored.layer, attention_mask, position_ids)
-    query, key, value = map(as_cast, (query, key, value))
+    query, key, value = as_cast(query, key, value)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     options = {
@@ -105,7 +103,7 @@ def attention_forward(
     }
     indices = kwargs.get("indices")
     latent_dim = stored.layer.latent_dim if stored is not None else 0
-    with names_of_transformers():
+    with THEIRS:
         if stored is not None and latent_dim and (stored.begin or indices is not None):
             attn_output = attend_latent(module, stored.layer, query, attention_mask, indices, options)
         else:
@@ -124,14 +122,19 @@ def attention_forward(
     return without_gradient(attn_output, query, key, value), None
 
 
-@contextmanager
-def names_of_transformers() -> Iterator[None]:
-    """Let errors name the arguments as transformers does."""
-    try:
-        yield
-    except KvkitError as error:
-        name, colon, rest = str(error).partition(":")
-        raise type(error)(THEIR_NAMES.get(name, name) + colon + rest) from error
+class NamesOfTransformers:
+    """Lets errors name the arguments as transformers does."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, KvkitError):
+            name, colon, rest = str(error).partition(":")
+            raise type(error)(THEIR_NAMES.get(name, name) + colon + rest) from error
+
+
+THEIRS = NamesOfTransformers()  # made once: a generator for each call takes longer than the checks
 
 
 def absorb_queries(module: Any, layer: Any, query: torch.Tensor) -> tuple[Array, Array, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -18,9 +19,11 @@ def to_numpy(name: str, tensor: torch.Tensor) -> Array:
     return tensor_to_numpy(tensor.detach() if tensor.requires_grad else tensor)
 
 
-def as_cast(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in the dtype of autocast, if that is on, because keys and values may differ in it."""
-    return tensor.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else tensor
+def as_cast(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return tensors in the dtype of autocast, if that is on, because keys and values may differ in it."""
+    if not torch.is_autocast_enabled("cpu"):
+        return tensors
+    return [tensor.to(torch.get_autocast_dtype("cpu")) for tensor in tensors]
 
 
 class _NoGradient(torch.autograd.Function):

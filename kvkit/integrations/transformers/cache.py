@@ -220,7 +220,8 @@ class KvkitCache(Cache):
             raise argument_error("attn_implementation", wanted, found)
         if layer_idx == 0 or self._reads_in_place is None:  # once a step, because configs answer slowly
             self._reads_in_place = self.config is not None and self.config._attn_implementation == NAME
-        if self._reads_in_place and any(isinstance(each, PooledLayer) for each in self.cache.layers[:1]):
+        layers = self.cache.layers
+        if self._reads_in_place and layers and isinstance(layers[0], PooledLayer):
             wanted = "'eager', because the model joins its compressed rows with the window's"
             raise argument_error("attn_implementation", wanted, repr(NAME))
         if not self._reads_in_place and (why := self._why_kvkit(layer_idx)):
@@ -229,10 +230,11 @@ class KvkitCache(Cache):
             raise argument_error("attn_implementation", wanted, found)
         if self._make is not None:
             self._take_geometry(self._make, key_states, value_states)
-        begin = 0 if layer_idx >= len(self.layers) else self.get_seq_length(layer_idx)
+        begin = self.cache.get_seq_length(self._layer_with_keys(layer_idx))
         if cache_position is not None:
             cache_position = np.asarray(cache_position)
-        arrays = to_numpy("key_states", as_cast(key_states)), to_numpy("value_states", as_cast(value_states))
+        new_keys, new_values = as_cast(key_states, value_states)
+        arrays = to_numpy("key_states", new_keys), to_numpy("value_states", new_values)
         keys, values = self.cache.update(*arrays, layer_idx, cache_position)
         if layer_idx == len(self.layers):
             self.layers.append(KvkitLayer(self, layer_idx))
@@ -310,7 +312,7 @@ class KvkitCache(Cache):
             raise argument_error("key_states", wanted, found)
         _, heads, _, dim = key_states.shape
         dim += value_states.shape[3] if latent else 0
-        dtype = to_numpy("key_states", as_cast(key_states)).dtype
+        dtype = to_numpy("key_states", *as_cast(key_states)).dtype
         sizes: dict[str, Any] = dict(zip(GEOMETRY, (heads, dim, dtype), strict=True))
         others = {i: self.cache.layers[i] for i in make.keywords.get("others", ())}  # with their states
         self.cache, self._make = make(**sizes | make.keywords | {"others": others}), None
