@@ -142,11 +142,19 @@ def draw_models(figure: Any) -> None:
         )  # fmt: skip
     apart = least_apart([points[-1][1] for points in shown.values()])
     for (name, points), at in zip(shown.items(), apart, strict=True):
-        axes.text(points[-1][0] * 1.15, at, name, fontsize=7, va="center")
+        colour = COLOURS["float16" if name.startswith("Kvkit") else "int8"]
+        axes.text(points[-1][0] * 1.15, at, name, fontsize=7, va="center", color=colour)
+    ticks, most = (
+        [tokens for tokens, _ in shown["KvkitCache"]],
+        max(height for points in shown.values() for _, height in points),
+    )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
-    axes.margins(x=0.02)
-    axes.set_xlim(right=max(points[-1][0] for points in shown.values()) * 6)
+    axes.set_xticks(ticks, [f"{tokens:,}" for tokens in ticks], fontsize=7)
+    heights = [2**i for i in range(5, 12) if 2**i < most]
+    axes.set_yticks(heights, [str(height) for height in heights])
+    axes.set_xlim(right=ticks[-1] * 6)
+    axes.set_ylim(32, None)
     axes.set(xlabel="tokens of the context", ylabel="ms of a step")
 
 
