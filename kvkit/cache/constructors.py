@@ -182,7 +182,8 @@ class QuantizedCache(Cache):
     >>> cache = QuantizedCache("kivi2", residual_length=16)
     >>> tokens = np.ones((1, 4, 1024, 64), np.float16)
     >>> keys, values = cache.update(tokens, tokens, layer_idx=0)
-    >>> cache.layers[0].release_undo()                # frees what its undo needs
+    >>> token = tokens[:, :, :1]
+    >>> keys, values = cache.update(token, token, layer_idx=0)   # frees what an undo of the prompt needs
     >>> round(2 * tokens.nbytes / cache.nbytes, 1)
     4.8
     """

@@ -39,8 +39,8 @@ def test_a_mix_is_its_layers_made_by_hand(pairs, by_sides):
     for got, want in zip(*(filled(each, np.random.default_rng(7)) for each in (mixed, own)), strict=True):
         assert got.tobytes() == want.tobytes()
     for got, want in zip(mixed.layers, own.layers, strict=True):
-        assert got._describe() == want.describe()
-        stored, expected = got.arrays(), want.arrays()
+        assert got._describe() == want._describe()
+        stored, expected = got._arrays(), want._arrays()
         assert stored.keys() == expected.keys()
         assert all(stored[name].tobytes() == expected[name].tobytes() for name in stored)
 
@@ -50,7 +50,7 @@ def test_a_mixed_cache_is_saved_with_the_formats_of_its_layers(rng, tmp_path):
     filled(cache, rng)
     cache.save(tmp_path / "cache.safetensors")
     loaded = load(tmp_path / "cache.safetensors")
-    assert [each._describe() for each in loaded.layers] == [each.describe() for each in cache.layers]
+    assert [each._describe() for each in loaded.layers] == [each._describe() for each in cache.layers]
 
 
 def test_a_mix_comes_from_a_file(rng, tmp_path):

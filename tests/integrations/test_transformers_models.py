@@ -111,7 +111,7 @@ def test_caches_of_the_plug_in_are_those_of_the_one_reader(kind):
         if isinstance(own, GatedDeltaLayer) and kind not in COMPUTED:
             others = (StateLayer,)
         assert type(theirs) in (type(own), *others)
-        assert not isinstance(theirs, GatedDeltaLayer) or theirs.describe() == own.describe()
+        assert not isinstance(theirs, GatedDeltaLayer) or theirs._describe() == own._describe()
         assert getattr(theirs, "window", None) == getattr(own, "window", None)
 
 
