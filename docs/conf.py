@@ -19,6 +19,8 @@ import examples  # noqa: E402
 import kvkit  # noqa: E402
 from benchmarks import table  # noqa: E402
 from kvkit.layouts.named import NAMED  # noqa: E402
+from kvkit.tools.causes import CAUSES  # noqa: E402
+from kvkit.tools.rules import RULES  # noqa: E402
 from kvkit.version import __version__  # noqa: E402
 
 project, author, release = "kvkit", "kvkit developers", __version__
@@ -139,18 +141,26 @@ def reference(app):
     (DOCS / "reference" / "kvkit-modules.txt").write_text(table)
 
 
-def layouts(app):
-    """The table of layouts that a page of the specifications includes."""
+def from_code(app):
+    """The tables that pages include: layouts, the rules of `kvkit check`, the causes of `kvkit diff`."""
     rows = ["| name | line | engine |", "|---|---|---|"]
     for name, layout in NAMED.items():
         line = layout.line.replace("|", r"\|")
         rows.append(f"| `{name}` | `{line}` | {layout.engine} {layout.versions} |")
     (DOCS / "specifications" / "layouts-table.txt").write_text("\n".join(rows) + "\n")
+    looks = {
+        f"{name}, a warning" * (rule.severity == "warning") or name: rule.look for name, rule in RULES.items()
+    }
+    for path, functions in (("rules", looks), ("causes", CAUSES)):
+        rows = [f"| {name} | {summary(each.__doc__, whole=True)} |" for name, each in functions.items()]
+        (DOCS / "tools" / f"{path}-table.txt").write_text("\n".join(["| | |", "|---|---|", *rows]) + "\n")
 
 
-def summary(doc):
-    """The first sentence of a docstring, on a line."""
+def summary(doc, *, whole=False):
+    """The first sentence of a docstring, or its first paragraph, on a line."""
     paragraph = " ".join((doc or "").strip().partition("\n\n")[0].split())
+    if whole:
+        return paragraph.replace("*", r"\*").replace("|", r"\|")
     return re.split(r"(?<=[.]) (?=[A-Z`])", paragraph)[0].replace("*", r"\*")
 
 
@@ -177,7 +187,7 @@ def current(app):
 
 def setup(app):
     app.connect("builder-inited", reference)
-    app.connect("builder-inited", layouts)
+    app.connect("builder-inited", from_code)
     app.connect("builder-inited", current)
     app.connect("source-read", without_empty_ends)
     app.connect("source-read", tables)
