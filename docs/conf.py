@@ -148,19 +148,21 @@ def from_code(app):
         line = layout.line.replace("|", r"\|")
         rows.append(f"| `{name}` | `{line}` | {layout.engine} {layout.versions} |")
     (DOCS / "specifications" / "layouts-table.txt").write_text("\n".join(rows) + "\n")
-    looks = {
-        f"{name}, a warning" * (rule.severity == "warning") or name: rule.look for name, rule in RULES.items()
-    }
-    for path, functions in (("rules", looks), ("causes", CAUSES)):
-        rows = [f"| {name} | {summary(each.__doc__, whole=True)} |" for name, each in functions.items()]
-        (DOCS / "tools" / f"{path}-table.txt").write_text("\n".join(["| | |", "|---|---|", *rows]) + "\n")
+    rows = ["| rule | what it does | what to do |", "|---|---|---|"]
+    for name, rule in RULES.items():
+        does = (rule.look.__doc__ or "").partition(". ")[0].removesuffix(".")
+        rows.append(f"| {name}{', a warning' * (rule.severity == 'warning')} | {does} | {rule.hint} |")
+    (DOCS / "tools" / "rules-table.txt").write_text("\n".join(rows) + "\n")
+    rows = ["| cause | what B is |", "|---|---|"]
+    for name, look in CAUSES.items():
+        what = " ".join((look.__doc__ or "").partition("\n\n")[0].split()).replace("*", r"\*")
+        rows.append(f"| {name} | {what} |")
+    (DOCS / "tools" / "causes-table.txt").write_text("\n".join(rows) + "\n")
 
 
-def summary(doc, *, whole=False):
-    """The first sentence of a docstring, or its first paragraph, on a line."""
+def summary(doc):
+    """The first sentence of a docstring, on a line."""
     paragraph = " ".join((doc or "").strip().partition("\n\n")[0].split())
-    if whole:
-        return paragraph.replace("*", r"\*").replace("|", r"\|")
     return re.split(r"(?<=[.]) (?=[A-Z`])", paragraph)[0].replace("*", r"\*")
 
 
