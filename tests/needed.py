@@ -147,6 +147,8 @@ def in_fork(work):
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)
         os.dup2(silent, 2)
+        locks = sys.modules["kvkit.runtime.locks"]
+        locks.forked, locks.BUSY[0] = False, 0  # its parent has taken locks by importing, but runs no thread
         try:
             for word in work():
                 os.write(end, f"{word}\n".encode())
@@ -243,7 +245,7 @@ def record(what, arguments):
 
 
 def function_of(test):
-    return re.sub(r"\[.*", "", test, flags=re.S)
+    return test.partition("[")[0]
 
 
 def lines_of(functions):
@@ -287,6 +289,7 @@ def plan_of(gone, weights, runs, seconds, count):
     for test, arcs in runs.items():
         for file, _, line in arcs:
             by_line[file, abs(line)].add(test)
+    remain = {line: sum(function_of(test) not in going for test in tests) for line, tests in by_line.items()}
     of_files, chosen = {}, {}
     for function in gone:
         own = {(file, abs(line)) for file, _, line in weights[function]}
@@ -296,8 +299,7 @@ def plan_of(gone, weights, runs, seconds, count):
                 source = HOUSE / file
                 of_files[file] = sorted({*mutants.changed_lines(source), *texts(file)})
             found += [(file, *mutant) for mutant in of_files[file] if (file, mutant[0]) in own]
-        stays = {m: sum(function_of(t) not in going for t in by_line[m[:2]]) for m in found}
-        for m in sorted(found, key=lambda m: (stays[m], mutants.digest(m[0], m[3])))[:count]:
+        for m in sorted(found, key=lambda m: (remain[m[:2]], mutants.digest(m[0], m[3])))[:count]:
             chosen[m] = by_line[m[:2]]
     plan = []
     for (file, number, _, changed), tests in chosen.items():

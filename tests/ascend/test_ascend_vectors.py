@@ -1,4 +1,7 @@
-"""The hand-computed vectors of the specification, on the package and on the reference."""
+"""The hand-computed vectors of the specification, on the reference, and what the package must refuse.
+
+Random calls compare the package with the reference by bits (`test_random_calls.py`, `test_ascend_blocks.py`).
+"""
 
 import math
 from types import SimpleNamespace
@@ -12,10 +15,10 @@ from scenes import assert_same
 from kvkit import KvkitError, reference
 from kvkit.ascend import CompressType
 
-REFERENCE = SimpleNamespace(
+ops = SimpleNamespace(
     **{name.removeprefix("ascend."): each for name, each in reference.OPERATORS.items() if "ascend" in name}
 )
-REFERENCE.paged_attention = lambda *inputs, **more: reference.ascend.attend_blocks(*inputs, **more)[0]
+ops.paged_attention = lambda *inputs, **more: reference.ascend.attend_blocks(*inputs, **more)[0]
 reshape_and_cache = backends.operators.ascend.reshape_and_cache  # of what is refused
 
 KVHEAD, ROPE, OMNI = CompressType.KVHEAD, CompressType.KVHEAD_ROPE, CompressType.OMNI
@@ -27,11 +30,6 @@ CONSTANT = np.ones(DIM)
 VARYING = np.where(np.arange(DIM) % 2, -1, 1) * 2.0 ** (np.arange(DIM) % 5 - 2)
 channels = pytest.mark.parametrize("channel", [CONSTANT, VARYING], ids=["constant", "varying"])
 index_types = pytest.mark.parametrize("integer", [np.int32, np.int64])
-
-
-@pytest.fixture(params=["package", "reference"])
-def ops(request):
-    return backends.operators.ascend if request.param == "package" else REFERENCE
 
 
 def rows(numbers, channel, dtype=np.float16):
@@ -111,7 +109,7 @@ def given(mode, data, channel, integer=np.int64, **more):
 @pytest.mark.parametrize("name", COMPRESSED)
 @channels
 @index_types
-def test_compressed(ops, name, channel, integer):
+def test_compressed(name, channel, integer):
     mode, data, more, after = COMPRESSED[name]
     arguments, keywords = given(mode, data, channel, integer, **more)
     results = ops.reshape_and_cache(*arguments, **keywords)
@@ -122,7 +120,7 @@ def test_compressed(ops, name, channel, integer):
 
 
 @channels
-def test_v1_append(ops, channel):
+def test_v1_append(channel):
     """A decoded token behind the run."""
     cache = cache_of([[0, 1, 2, 3], [6, 9, 10, 0]], channel)
     more = {"wins": [0], "seq_lens": [1], "offset_index": [-1]}
@@ -144,7 +142,7 @@ MEANS = {
 
 
 @pytest.mark.parametrize("name", MEANS)
-def test_v4_means(ops, name):
+def test_v4_means(name):
     dtype, numbers, expected = MEANS[name]
     key = rows(numbers, CONSTANT, dtype)[:, None]
     caches = [np.full((1, 2, 1, DIM), -9, dtype) for _ in range(2)]
@@ -156,7 +154,7 @@ def test_v4_means(ops, name):
         assert_same(cache, after)
 
 
-def test_v5_nz(ops):
+def test_v5_nz():
     key = np.arange(64, dtype=np.float16).reshape(2, 2, 16)
     cache = np.full((1, 2, 2, 16), -1, np.float16)
     ops.reshape_and_cache(key, None, cache, None, [0, 1], cache_format="NZ")
@@ -165,7 +163,7 @@ def test_v5_nz(ops):
     assert cache.ravel()[::16].tolist() == [0, 32, 16, 48]
 
 
-def test_v6_negative_slots(ops):
+def test_v6_negative_slots():
     key = np.array([[10, 11], [20, 21], [30, 31], [40, 41]], np.float16)[:, None]
     value = np.array([1, 2, 3, 4], np.float16)[:, None, None]
     caches = np.full((2, 2, 1, 2), 9, np.float16), np.full((2, 2, 1, 1), 9, np.float16)
@@ -174,7 +172,7 @@ def test_v6_negative_slots(ops):
     assert caches[1][:, :, 0, 0].tolist() == [[3, 9], [9, 1]]
 
 
-def test_v7_strides(ops):
+def test_v7_strides():
     fused = np.arange(12, dtype=np.float32).reshape(2, 3, 1, 2)
     store = np.full((2, 2, 2, 1, 2), -1, np.float32)
     slots = np.array([9, 2, 9, 1])[1::2]
@@ -183,7 +181,7 @@ def test_v7_strides(ops):
     assert store[:, :, :, 0].tolist() == after
 
 
-def test_v8_nz_of_two_types(ops):
+def test_v8_nz_of_two_types():
     key = np.arange(64, dtype=np.int8).reshape(1, 2, 32)
     value = np.arange(100, 132).astype(ml_dtypes.bfloat16).reshape(1, 2, 16)
     key_cache, value_cache = np.full((2, 2, 3, 32), -1, np.int8), np.full((2, 2, 3, 16), -1, value.dtype)
@@ -239,7 +237,7 @@ def test_v12_head_size():
     refused((key, key, *caches, [1]), {"compress_type": KVHEAD, "wins": [5], "seq_lens": [10]}, "key")
 
 
-def test_v13_nhsd(ops):
+def test_v13_nhsd():
     key = np.array([[[1], [2]], [[3], [4]]], np.float32)
     cache = np.zeros((2, 2, 3, 1), np.float32)
     ops.reshape_and_cache(key, None, cache.transpose(0, 2, 1, 3), None, [4, 0])
@@ -256,7 +254,7 @@ V14 = {
 
 @pytest.mark.parametrize("name", V14)
 @index_types
-def test_v14_load(ops, name, integer):
+def test_v14_load(name, integer):
     lengths, starts, expected = V14[name]
     cache = np.arange(1, 9, dtype=np.float32).reshape(4, 2, 1, 1)
     starts = None if starts is None else np.array(starts, integer)
@@ -267,7 +265,7 @@ def test_v14_load(ops, name, integer):
 
 
 @pytest.mark.parametrize(("offset", "expected"), [(0, 2.0), (math.log(3) / 0.5, 1.5), (math.log(3), 3**0.5)])
-def test_v15_attention(ops, offset, expected):
+def test_v15_attention(offset, expected):
     query, keys = np.ones((1, 2, 1), np.float32), np.zeros((2, 2, 1, 1), np.float32)
     values = np.array([[7, 99], [1, 3]], np.float32).reshape(2, 2, 1, 1)
     razor = np.zeros((2, 2), np.float32)
@@ -278,7 +276,7 @@ def test_v15_attention(ops, offset, expected):
     assert output[0, :, 0] == pytest.approx([expected, 7], rel=1e-6)
 
 
-def test_v16_nz_of_a_matrix(ops):
+def test_v16_nz_of_a_matrix():
     y = ops.nd_to_nz(np.arange(1, 21, dtype=np.float32).reshape(1, 2, 10))
     after = np.zeros((1, 2, 16, 8))
     after[0, 0, 0], after[0, 0, 1] = np.arange(1, 9), np.arange(11, 19)
@@ -286,7 +284,7 @@ def test_v16_nz_of_a_matrix(ops):
     assert np.array_equal(y, after)
 
 
-def test_v17_block_copy(ops):
+def test_v17_block_copy():
     cache = np.arange(10, 15, dtype=np.float32).reshape(5, 1, 1, 1)
     other = -cache
     assert ops.block_copy(cache, other, [4, 0], [1, 3, 2], [2, 3]) == (cache, other)

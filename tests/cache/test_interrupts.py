@@ -132,13 +132,14 @@ def interrupted(call, cache, line, error):
                 raise error
         return at_line
 
+    before = sys.gettrace()
     sys.settrace(lambda frame, event, argument: at_line if in_package(frame) else None)
     try:
         call(cache)
     except error:
         pass
     finally:
-        sys.settrace(None)
+        sys.settrace(before)
         for lock in (launches.running, cache._lock, *(layer._lock for layer in cache.layers)):
             while lock._is_owned():  # a trace can raise between the end of a block and its lock's release
                 lock.release()

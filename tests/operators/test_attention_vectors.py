@@ -1,4 +1,7 @@
-"""The attention vectors of the specification, section 9, on the package and on the oracle."""
+"""The attention vectors of the specification, section 9, on the reference.
+
+Random calls compare the package with it (`test_random_calls.py`).
+"""
 
 import itertools
 import math
@@ -12,29 +15,20 @@ INF = math.inf
 CACHED = ("static_cache", "dynamic_cache")
 
 
-def oracle(call):
+def run(call):
     return call.expected()[0]
 
 
-def package(call):
-    return call.run()
-
-
-@pytest.fixture(params=[oracle, package], ids=["oracle", "package"])
-def run(request):
-    return request.param
-
-
-def answer(run, *args, **attrs):
+def answer(*args, **attrs):
     """Return the output of one sequence, [n, H, Dv]."""
     output = run(one(*args, **attrs))
     return output.reshape(output.shape[-3:]) if output.ndim == 4 else output
 
 
-def weights(run, kind, n, m, heads=1, **attrs):
+def weights(kind, n, m, heads=1, **attrs):
     """Return the weights [n, heads, m] of each query for each key, if every score is 0 before the bias."""
     zeros = np.zeros((n, heads, m))
-    return answer(run, kind, zeros, np.zeros((m, heads, m)), one_hot(m, heads), **attrs)
+    return answer(kind, zeros, np.zeros((m, heads, m)), one_hot(m, heads), **attrs)
 
 
 def one_hot(m, heads=1):
@@ -56,38 +50,38 @@ VISIBLE = {
 
 @kinds
 @pytest.mark.parametrize("lengths", VISIBLE, ids=str)
-def test_causal(run, kind, lengths):
+def test_causal(kind, lengths):
     n, m = lengths
     if kind in CACHED and m < n:
         return
-    seen = weights(run, kind, n, m)[:, 0] > 0
+    seen = weights(kind, n, m)[:, 0] > 0
     assert ["".join("01"[int(v)] for v in row) for row in seen] == VISIBLE[lengths]
-    everything = weights(run, kind, n, m, is_causal=False)
+    everything = weights(kind, n, m, is_causal=False)
     assert everything == pytest.approx(1 / m)
 
 
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
-def test_causal_row_that_sees_nothing_is_zero(run, kind):
-    output = answer(run, kind, np.ones((3, 1, 2)), np.ones((2, 1, 2)), np.full((2, 1, 2), 7))
+def test_causal_row_that_sees_nothing_is_zero(kind):
+    output = answer(kind, np.ones((3, 1, 2)), np.ones((2, 1, 2)), np.full((2, 1, 2), 7))
     assert output[:, 0].tolist() == [[0, 0], [7, 7], [7, 7]]
 
 
-def prefix_means(run, kind, **more):
+def prefix_means(kind, **more):
     value = np.repeat(f32([1, 2, 3, 4, 5])[:, None, None], 4, axis=2)
-    output = answer(run, kind, np.zeros((3, 1, 4)), np.ones((5, 1, 4)), value, **more)
+    output = answer(kind, np.zeros((3, 1, 4)), np.ones((5, 1, 4)), value, **more)
     return output[:, 0, 0]
 
 
 @kinds
-def test_prefix_means(run, kind):
-    assert prefix_means(run, kind) == pytest.approx([2, 2.5, 3], rel=1e-6)
+def test_prefix_means(kind):
+    assert prefix_means(kind) == pytest.approx([2, 2.5, 3], rel=1e-6)
 
 
 @kinds
-def test_mask_with_log_2_and_a_hidden_row(run, kind):
+def test_mask_with_log_2_and_a_hidden_row(kind):
     mask = np.zeros((3, 5))
     mask[0, 0], mask[1, :] = math.log(2), -INF
-    output = prefix_means(run, kind, mask=mask)
+    output = prefix_means(kind, mask=mask)
     assert output[[0, 2]] == pytest.approx([1.75, 3], rel=1e-6)
     assert output[1] == 0
 
@@ -96,20 +90,20 @@ def test_mask_with_log_2_and_a_hidden_row(run, kind):
 
 
 @kinds
-def test_scale(run, kind):
+def test_scale(kind):
     query = [[[2 * math.log(3), 0, 0, 0]]]
     key = [[[1, 0, 0, 0]], [[0, 0, 0, 0]]]
     value = [[[4, 0, 0, 1]], [[8, 0, 1, 0]]]
-    assert answer(run, kind, query, key, value)[0, 0] == pytest.approx([5, 0, 0.25, 0.75], rel=1e-6)
+    assert answer(kind, query, key, value)[0, 0] == pytest.approx([5, 0, 0.25, 0.75], rel=1e-6)
 
 
 # Grouped queries
 
 
 @kinds
-def test_grouped_queries(run, kind):
+def test_grouped_queries(kind):
     value = np.zeros((3, 2, 4)) + f32([10, 20])[:, None]
-    output = answer(run, kind, np.zeros((1, 6, 4)), np.zeros((3, 2, 4)), value)
+    output = answer(kind, np.zeros((1, 6, 4)), np.zeros((3, 2, 4)), value)
     assert (output[0, :, 0] / 10 - 1).tolist() == [0, 0, 0, 1, 1, 1]
 
 
@@ -126,16 +120,16 @@ SLOPES = {
 @kinds
 @pytest.mark.parametrize("heads", SLOPES)
 @pytest.mark.parametrize("causal", [True, False])
-def test_slopes(run, kind, heads, causal):
+def test_slopes(kind, heads, causal):
     """Two keys at distance 1: the slope is the log of what their weights are to each other."""
-    seen = weights(run, kind, 1, 2, heads, is_alibi=True, is_causal=causal)[0]
+    seen = weights(kind, 1, 2, heads, is_alibi=True, is_causal=causal)[0]
     assert np.log(seen[:, 1] / seen[:, 0]) == pytest.approx(SLOPES[heads], abs=1e-6)
 
 
 @kinds
 @pytest.mark.parametrize("causal", [True, False])
-def test_bias(run, kind, causal):
-    seen = weights(run, kind, 2, 4, 6, is_alibi=True, is_causal=causal)[:, 0]
+def test_bias(kind, causal):
+    seen = weights(kind, 2, 4, 6, is_alibi=True, is_causal=causal)[:, 0]
     assert seen[0, 3] == 0
     bias = [np.log(seen[0, :3] / seen[0, 2]), np.log(seen[1] / seen[1, 3])]
     assert bias[0] == pytest.approx([-0.5, -0.25, 0], abs=1e-6)
@@ -144,12 +138,12 @@ def test_bias(run, kind, causal):
 
 @kinds
 @pytest.mark.parametrize("causal", [True, False])
-def test_alibi(run, kind, causal):
+def test_alibi(kind, causal):
     value = np.zeros((3, 2, 4)) + f32([1, 2, 3])[:, None, None]
     zeros = np.zeros((3, 2, 4))
-    last = answer(run, kind, zeros[:1], zeros, value, is_alibi=True, is_causal=causal)
+    last = answer(kind, zeros[:1], zeros, value, is_alibi=True, is_causal=causal)
     assert last[0, :, 0] == pytest.approx([2.04163956, 2.00260416], rel=1e-6)
-    two = answer(run, kind, zeros[:2], zeros, value, is_alibi=True, is_causal=causal)
+    two = answer(kind, zeros[:2], zeros, value, is_alibi=True, is_causal=causal)
     assert two[:, 0, 0] == pytest.approx([1.51561992, 2.04163956], rel=1e-6)
 
 
@@ -177,7 +171,7 @@ def dynamic_pair(kind, mask):
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "dynamic_cache"])
-def test_dynamic_mask_block(run, kind):
+def test_dynamic_mask_block(kind):
     """Batch 1, i 2, j 3 reads flat element 55; columns 9 to 15 and foreign blocks are never read."""
     mask = np.full((4, 16), np.nan, np.float32)
     mask[0:1, 0:4] = mask[1:4, 4:9] = 0
@@ -190,7 +184,7 @@ def test_dynamic_mask_block(run, kind):
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "dynamic_cache"])
-def test_dynamic_mask_of_two_heads(run, kind):
+def test_dynamic_mask_of_two_heads(kind):
     """Head 1 reads element 119."""
     mask = np.full((2, 4, 16), np.nan, np.float32)
     mask[:, 0:1, 0:4] = mask[:, 1:4, 4:9] = 0
@@ -221,7 +215,7 @@ statics = pytest.mark.parametrize("kind", ["static", "static_cache"])
 
 @statics
 @pytest.mark.parametrize("shape", LEGAL_MASKS, ids=str)
-def test_static_mask_shapes(run, kind, shape):
+def test_static_mask_shapes(kind, shape):
     """Each entry of the mask has effect where it should: compared with the mask written out in full."""
     mask = mask_of(shape)
     full = np.zeros((2, 4, 3, 5), np.float32)
