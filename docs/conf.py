@@ -19,9 +19,12 @@ import examples  # noqa: E402
 import kvkit  # noqa: E402
 from benchmarks import table  # noqa: E402
 from kvkit.layouts.named import NAMED  # noqa: E402
+from kvkit.operators import OPERATORS  # noqa: E402
 from kvkit.tools.causes import CAUSES  # noqa: E402
 from kvkit.tools.rules import RULES  # noqa: E402
 from kvkit.version import __version__  # noqa: E402
+from kvkit_cli import listing  # noqa: E402
+from kvkit_cli.listing import first_line  # noqa: E402
 
 project, author, release = "kvkit", "kvkit developers", __version__
 copyright = author
@@ -91,6 +94,17 @@ ROOMS = (  # each a page of the reference
     "kvkit.integrations.transformers",
 )
 
+# PMX's operators by the short names that the specification gives them.
+PMX = {
+    f"{kind}-{short}": f"{prefix}{name}"
+    for short, name in (
+        ("KVC", "key_value_cache"),
+        ("MHA", "multi_head_attention"),
+        ("MHCA", "multi_head_cache_attention"),
+    )
+    for kind, prefix in (("S", ""), ("D", "dynamic_batching."))
+}
+
 
 def public(room):
     """The names in `__all__`; of a room without one, its own things that have an example.
@@ -142,22 +156,50 @@ def reference(app):
 
 
 def from_code(app):
-    """The tables that pages include: layouts, the rules of `kvkit check`, the causes of `kvkit diff`."""
-    rows = ["| name | line | engine |", "|---|---|---|"]
-    for name, layout in NAMED.items():
-        line = layout.line.replace("|", r"\|")
-        rows.append(f"| `{name}` | `{line}` | {layout.engine} {layout.versions} |")
-    (DOCS / "specifications" / "layouts-table.txt").write_text("\n".join(rows) + "\n")
-    rows = ["| rule | what it does | what to do |", "|---|---|---|"]
-    for name, rule in RULES.items():
-        does = (rule.look.__doc__ or "").partition(". ")[0].removesuffix(".")
-        rows.append(f"| {name}{', a warning' * (rule.severity == 'warning')} | {does} | {rule.hint} |")
-    (DOCS / "tools" / "rules-table.txt").write_text("\n".join(rows) + "\n")
-    rows = ["| cause | what B is |", "|---|---|"]
-    for name, look in CAUSES.items():
-        what = " ".join((look.__doc__ or "").partition("\n\n")[0].split()).replace("*", r"\*")
-        rows.append(f"| {name} | {what} |")
-    (DOCS / "tools" / "causes-table.txt").write_text("\n".join(rows) + "\n")
+    """The tables that pages include, of what code knows."""
+    write_table("specifications/layouts", ("name", "line", "engine"), (
+        (f"`{name}`", f"`{each.line}`", f"{each.engine} {each.versions}") for name, each in NAMED.items()
+    ))  # fmt: skip
+    write_table("specifications/pmx-inputs", ("input", "", *PMX), pmx_inputs())
+    write_table("specifications/pmx-attributes", ("attribute", "", *PMX), pmx_attributes())
+    write_table("tools/rules", ("rule", "what it does", "what to do"), (
+        (name + ", a warning" * (rule.severity == "warning"), first_line(rule.look).split(". ")[0], rule.hint)
+        for name, rule in RULES.items()
+    ))  # fmt: skip
+    write_table("tools/causes", ("cause", "what B is"), (
+        (name, " ".join((look.__doc__ or "").partition("\n\n")[0].split())) for name, look in CAUSES.items()
+    ))  # fmt: skip
+    for kind, last in (("scorers", "needs"), ("formats", "options")):
+        write_table(f"tools/{kind}", ("name", "what it does" if kind == "scorers" else "what it is", last), (
+            (f"`{each['name']}`", each["about"], ", ".join(each[last])) for each in listing.KINDS[kind]()
+        ))  # fmt: skip
+
+
+def write_table(name, titles, rows):
+    """Write a table in Markdown into a file that a page includes."""
+    rows = [[cell.replace("|", r"\|").replace("*", r"\*") for cell in row] for row in rows]
+    lines = [titles, ["---"] * len(titles), *rows]
+    path = DOCS / f"{name}-table.txt"
+    path.write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
+
+
+def pmx_inputs():
+    """The inputs of PMX's operators: their types, and their place in each operator's list."""
+    places = {name: {each.name: each for each in OPERATORS[name].inputs} for name in PMX.values()}
+    for name in dict.fromkeys(name for inputs in places.values() for name in inputs):
+        found = [list(inputs).index(name) + 1 if name in inputs else None for inputs in places.values()]
+        optional = [inputs[name].optional if name in inputs else False for inputs in places.values()]
+        about = next(inputs[name].about for inputs in places.values() if name in inputs)
+        cells = (f"[{n}]" * o or f"{n or ''}" for n, o in zip(found, optional, strict=True))
+        yield f"`{name}`", about, *cells
+
+
+def pmx_attributes():
+    """The attributes of PMX's operators, and their default in each."""
+    operators = [{each.name: each for each in OPERATORS[name].attributes} for name in PMX.values()]
+    for name in dict.fromkeys(name for attributes in operators for name in attributes):
+        about = next(attributes[name].about for attributes in operators if name in attributes)
+        yield f"`{name}`", about, *(str(each[name].default) if name in each else "" for each in operators)
 
 
 def summary(doc):

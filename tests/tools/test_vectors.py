@@ -421,3 +421,59 @@ def test_damaged_arrays_are_refused(tmp_path, damage):
     path.write_bytes(path.read_bytes().replace(*damage))
     with pytest.raises(KvkitError, match=r"x\.npy: no array of float32 \[3\] \(.*\): make it again"):
         packs.array(tmp_path, {"file": "x.npy", "dtype": "float32", "shape": [3]})
+
+
+def delta_rule_in_chunks(q, k, v, g, beta, state, in_o="decay", in_a="decay", size=64):
+    """Compute one head of one sequence in chunks, as docs/tools/states.md says; state [dk, dv]."""
+    q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q.astype(float), k.astype(float)))
+    out = []
+    for i in range(0, len(q), size):
+        Q, K, V, B, c = (
+            q[i:][:size],
+            k[i:][:size],
+            v[i:][:size],
+            beta[i:][:size, None],
+            np.cumsum(g[i:][:size]),
+        )
+        c = c[:, None]
+        causal = np.tril(np.ones((len(Q), len(Q))))
+        gamma = np.exp(np.where(causal > 0, c - c.T, -np.inf))
+        A = np.tril(B * (K @ K.T) * (gamma if in_a == "decay" else 1), -1)
+        D = np.linalg.solve(np.eye(len(Q)) + A, B * (V - np.exp(c) * (K @ state)))
+        P = (Q @ K.T) * (gamma if in_o == "decay" else causal)
+        out.append(Q.shape[1] ** -0.5 * (np.exp(c) * (Q @ state) + P @ D))
+        state = np.exp(c[-1]) * state + (K * np.exp(c[-1] - c)).T @ D
+    return np.concatenate(out), state
+
+
+@pytest.mark.parametrize(
+    ("masks", "why"),
+    [
+        ({}, "passed"),
+        ({"in_o": "plain"}, "output: 15109 of 20672 elements differ (73.09%)"),
+        ({"in_a": "plain"}, "state: 3069 of 10240 elements differ (29.97%)"),
+    ],
+    ids=["right", "plain causal weights in O", "A without decay"],
+)
+def test_a_pack_tells_wrong_masks_of_chunks(tmp_path, masks, why):
+    """The numbers are those of docs/tools/states.md."""
+    pack, results = tmp_path / "pack", tmp_path / "results" / "prompts-KV"
+    vectors.make(pack, "gdn-prefill")
+    case = next(case for case in packs.manifest(pack)["cases"] if case["name"] == "prompts-KV")
+    x = packs.arguments(pack, case)
+    output, state = np.zeros(x["v"].shape, np.float32), x["state"]
+    for begin, end, slot in zip(x["starts"], x["starts"][1:], x["state_indices"], strict=False):
+        for head in range(4 if end > begin else 0):
+            arrays = (
+                x["q"][:, head // 2],
+                x["k"][:, head // 2],
+                *(x[name][:, head] for name in ("v", "g", "beta")),
+            )
+            output[begin:end, head], state[slot, head] = delta_rule_in_chunks(
+                *(array[begin:end] for array in arrays), state[slot, head], **masks
+            )
+    results.mkdir(parents=True)
+    np.save(results / "output.npy", output)
+    np.save(results / "state.npy", state)
+    found = next(case for case in vectors.diff(pack, results.parent).cases if case.case == "prompts-KV")
+    assert str(found.why or found.status).splitlines()[0] == why
