@@ -141,7 +141,7 @@ def tensor_to_numpy(tensor: Any) -> Array:
 def numpy_to_tensor(array: Array) -> Any:
     """Return a torch tensor that shares the memory of an array."""
     torch = sys.modules["torch"]
-    if extension_of(array.dtype) is not None:
+    if array.dtype.isbuiltin != 1 and extension_of(array.dtype) is not None:
         integers = array.view(np.int16 if array.itemsize == 2 else np.int8)
         return torch.from_numpy(integers).view(getattr(torch, array.dtype.name))
     return torch.from_numpy(array)

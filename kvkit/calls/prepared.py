@@ -170,8 +170,8 @@ class PreparedCall:
     """
 
     __slots__ = (
-        "_addresses", "_attention", "_begin_at", "_distances", "_growing", "_launches", "_load_query",
-        "_mask", "_notes", "_step", "_steps", "_version", "_written", "owners", "room",
+        "_addresses", "_attention", "_begin_at", "_distances", "_ends", "_launches", "_load_query",
+        "_mask", "_notes", "_row", "_step", "_steps", "_version", "_written", "owners", "room",
     )  # fmt: skip
 
     def __init__(
@@ -189,9 +189,11 @@ class PreparedCall:
         begin_at: Callable[[Array, int], None] | None = None,
         load_query: Callable[[Array], object] | None = None,
     ) -> None:
-        self._launches, self._attention, self._steps, self._growing = launches, attention, steps, growing
+        self._launches, self._attention, self._steps = launches, attention, steps
         self._begin_at, self._load_query, self._step, self._notes = begin_at, load_query, step, 0
-        self.room, self._version, self._mask = room, first.version, first.mask
+        self.room, self._version, self._mask, self._row = room, first.version, first.mask, first.row
+        # Where the growing contexts end, behind their begin
+        self._ends = steps.kvstarts[-growing - 1 :].data if steps and growing else memoryview(b"")
         by_index: Any = {i: array for i, array in enumerate(arrays.values()) if written and array is not None}
         self._written = [i for i in by_index if i >= len(arrays) - written]
         places = [address(each) if isinstance(each, np.ndarray) else each or 0 for each in arrays.values()]
@@ -255,12 +257,13 @@ class PreparedCall:
         """Return whether the launch has a mask."""
         return bool(self._mask.address)
 
-    def move(self, refit: Refit) -> None:
-        """Write lengths and the first row into the launch, whose work must then be divided anew."""
+    def move(self, length: int, row: int) -> None:
+        """Write the contexts' length and first row into the launch, whose work must be divided anew."""
         self._version = UNKNOWN
-        self._set_lengths(refit)
-        if refit.row is not None and self._begin_at:
-            self._begin_at(self._attention.params, refit.row)
+        self._grow(length)
+        if row != self._row and self._begin_at:
+            self._begin_at(self._attention.params, row)
+            self._row = row
 
     def _fits(self, refit: Refit) -> bool:
         """Write what is new into the launch of attention; return False if it needs another launch."""
@@ -272,6 +275,7 @@ class PreparedCall:
             self._version = refit.version
         if refit.row is not None and self._begin_at:
             self._begin_at(launch.params, refit.row)
+            self._row = refit.row
         if refit.query is not None and self._load_query:
             self._load_query(refit.query)
         if refit.mask != self._mask:
@@ -289,13 +293,16 @@ class PreparedCall:
                 return False
             table[:, : refit.pages.shape[1]] = refit.pages
         if isinstance(refit.lengths, int):
-            grown = kvstarts[-self._growing - 1 :].data  # numpy's own operations take longer for few
-            first = grown[0]
-            for i in range(1, self._growing + 1):
-                grown[i] = first + i * refit.lengths
+            self._grow(refit.lengths)
         else:
             np.copyto(kvstarts, refit.lengths)
         return True
+
+    def _grow(self, length: int) -> None:
+        """Write the length of the growing contexts into the index tensors."""
+        ends = self._ends  # numpy's own operations take longer for few
+        for i in range(1, len(ends)):
+            ends[i] = ends[0] + i * length
 
 
 attentions: PreparedCalls[PreparedCall] = PreparedCalls(MOST_ATTENTIONS)

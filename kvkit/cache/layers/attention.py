@@ -72,8 +72,8 @@ class LayerAttention:
             return False
         if prepared.has_mask or not can_attend(layer, new):
             return False
-        row, end = span.rows_from(span.begin)
-        prepared.move(Refit(lengths=end - row, row=row))
+        row = span.begin - span.origin
+        prepared.move(span.length - span.begin, row)
         self._counter[0] += 1
         self._latest = store, span, positions
         return True

@@ -11,9 +11,17 @@ from kvkit.errors import argument_error
 from kvkit.interop import tensor_to_numpy
 from kvkit.typed import Array
 
+OF_NUMPY = frozenset({torch.float32, torch.float16, torch.bool})  # dtypes that need no view of integers
+
 
 def to_numpy(name: str, tensor: torch.Tensor) -> Array:
     """Return an array over a tensor's memory, with its strides."""
+    if tensor.dtype in OF_NUMPY:
+        try:
+            array: Array = tensor.numpy()
+            return array
+        except (RuntimeError, TypeError):  # of a tensor that has a gradient, or is on a device
+            pass
     if not tensor.is_cpu:
         raise argument_error(name, "a tensor on the CPU", f"one on {tensor.device}")
     return tensor_to_numpy(tensor.detach() if tensor.requires_grad else tensor)

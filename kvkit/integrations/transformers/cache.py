@@ -168,7 +168,7 @@ class KvkitCache(Cache):
         self.eviction = None
         self.report: Any = None
         self._reads_in_place: bool | None = None  # whether the model uses kvkit's attention; None before use
-        self._stored: dict[int, pending.Stored] = {}  # the last update of each layer
+        self._stored = pending.Records()  # the last update of each layer
         self._readers: dict[int, int] = {}  # how many layers have not attended yet to the rows of each layer
         self.new_tokens = 1  # tokens of the present step, as `get_mask_sizes` was told
         super().__init__(layers=layers_of(self, cache, self.config))
@@ -220,17 +220,17 @@ class KvkitCache(Cache):
             raise argument_error("attn_implementation", wanted, found)
         if layer_idx == 0 or self._reads_in_place is None:  # once a step, because configs answer slowly
             self._reads_in_place = self.config is not None and self.config._attn_implementation == NAME
-        layers = self.cache.layers
-        if self._reads_in_place and layers and isinstance(layers[0], PooledLayer):
-            wanted = "'eager', because the model joins its compressed rows with the window's"
-            raise argument_error("attn_implementation", wanted, repr(NAME))
+            if self._reads_in_place and self.cache.layers and isinstance(self.cache.layers[0], PooledLayer):
+                wanted = "'eager', because the model joins its compressed rows with the window's"
+                raise argument_error("attn_implementation", wanted, repr(NAME))
         if not self._reads_in_place and (why := self._why_kvkit(layer_idx)):
             wanted = f"{NAME!r}, because {why}, and other attention counts rows as positions"
             found = "none" if self.config is None else repr(self.config._attn_implementation)
             raise argument_error("attn_implementation", wanted, found)
         if self._make is not None:
             self._take_geometry(self._make, key_states, value_states)
-        begin = self.cache.get_seq_length(self._layer_with_keys(layer_idx))
+        layers = self.cache.layers
+        begin = layers[layer_idx].get_seq_length() if layer_idx < len(layers) else 0
         if cache_position is not None:
             cache_position = np.asarray(cache_position)
         new_keys, new_values = as_cast(key_states, value_states)
@@ -251,8 +251,7 @@ class KvkitCache(Cache):
                 shared = sum(each._of == layer_idx for each in self.cache.layers)
                 self._readers[layer_idx] = shared + 1
                 stored.wants_weights = self.eviction.wants_weights
-            self._stored[layer_idx] = stored
-            pending.remember(layer_idx, stored)
+            pending.remember(layer_idx, stored, returned[0], self._stored)
             return returned
         keys, values = map(numpy_to_tensor, stored.arrays())
         return without_gradient(keys, key_states), without_gradient(values, value_states)

@@ -12,7 +12,6 @@ only for keys that a model has made of the tensors.
 
 from __future__ import annotations
 
-import operator
 import weakref
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -63,10 +62,17 @@ class Stored:
 
 
 USE_OTHERS = "for a model that changes keys or values use attn_implementation 'sdpa' or 'eager'"
-# {id of the key tensor that an update returned: its record}, of all caches
-RECORDS: weakref.WeakValueDictionary[int, Stored] = weakref.WeakValueDictionary()
-# {number of a layer: the record of its latest update}, of whatever cache, in this thread or task
-LATEST: ContextVar[dict[int | None, weakref.ref[Stored]]] = ContextVar("kvkit_latest", default={})  # noqa: B039
+MOST_RECORDS = 4096  # before those of caches that are gone are dropped
+# {id of the key tensor that an update returned: its record}, of all caches. A WeakValueDictionary takes longer.
+RECORDS: dict[int, weakref.ref[Stored]] = {}
+# {number of a layer: the records of the cache that updated it last}, in this thread or task
+LATEST: ContextVar[dict[int | None, weakref.ref[Records]]] = ContextVar("kvkit_latest", default={})  # noqa: B039
+
+
+class Records(dict[int, Stored]):
+    """Holds the last update of each layer of a cache."""
+
+    __slots__ = ("__weakref__",)
 
 
 def unique_tensors(key: Any, value: Any, last: Stored | None) -> tuple[Any, Any]:
@@ -77,16 +83,29 @@ def unique_tensors(key: Any, value: Any, last: Stored | None) -> tuple[Any, Any]
     return (key, value) if record_of(key) in (None, last) else (key.view_as(key), value.view_as(value))
 
 
-def remember(layer_idx: int | None, stored: Stored) -> None:
-    """Let attention find the record of an update."""
-    RECORDS[id(stored.key())] = stored
-    LATEST.set({**LATEST.get(), layer_idx: weakref.ref(stored)})
+def remember(layer_idx: int, stored: Stored, key: Any, records: Records) -> None:
+    """Let attention find the record of the update that returned the tensor `key`."""
+    records[layer_idx] = stored
+    if len(RECORDS) >= MOST_RECORDS:
+        for number in [number for number, reference in RECORDS.items() if reference() is None]:
+            RECORDS.pop(number, None)
+    RECORDS[id(key)] = weakref.ref(stored)
+    latest, owner = LATEST.get(), weakref.ref(records)
+    if latest.get(layer_idx) is not owner:
+        LATEST.set({**latest, layer_idx: owner})
 
 
 def record_of(key: Any) -> Stored | None:
     """Return the record of the update that returned this tensor of keys, or None."""
-    stored = RECORDS.get(id(key))
+    reference = RECORDS.get(id(key))
+    stored = None if reference is None else reference()
     return stored if stored is not None and stored.key() is key else None
+
+
+def latest_record(layer_idx: int | None, owner: weakref.ref[Records]) -> Stored | None:
+    """Return the record of a layer's last update, if its cache has one."""
+    records = owner()
+    return None if records is None else records.get(layer_idx)  # type: ignore[arg-type]
 
 
 def claim(layer_idx: int | None, key: Any, value: Any) -> Stored | None:
@@ -106,7 +125,7 @@ def claim_changed(layer_idx: int | None, key: Any) -> Stored | None:
     Only keys of new latent rows may be. Raise for other keys, which would be those of the new tokens alone.
     """
     latest, returned = LATEST.get(), None
-    stored = latest[layer_idx]() if layer_idx in latest else None
+    stored = latest_record(layer_idx, latest[layer_idx]) if layer_idx in latest else None
     if stored is not None and not stored.is_read:
         returned = stored.key()  # None if the model has dropped the tensor
         has_new_tokens = key.shape[2] == stored.layer.get_seq_length() - stored.begin
@@ -117,7 +136,7 @@ def claim_changed(layer_idx: int | None, key: Any) -> Stored | None:
         # If the tensor is gone, the record may be of a pass that was cut off: as many keys are refused then.
         if returned is not None or (stored.begin > 0 and has_new_tokens):
             raise another_tensor("key", layer_idx)
-    if any(is_view(key, each) for each in map(operator.call, latest.values())):
+    if any(is_view(key, latest_record(*each)) for each in latest.items()):
         raise another_tensor("key", layer_idx)
     return None
 
