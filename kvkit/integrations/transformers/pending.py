@@ -63,7 +63,7 @@ class Stored:
 
 USE_OTHERS = "for a model that changes keys or values use attn_implementation 'sdpa' or 'eager'"
 MOST_RECORDS = 4096  # before those of caches that are gone are dropped
-# {id of the key tensor that an update returned: its record}, of all caches. A WeakValueDictionary takes longer.
+# {id of the key tensor that an update returned: its record}, of all caches
 RECORDS: dict[int, weakref.ref[Stored]] = {}
 # {number of a layer: the records of the cache that updated it last}, in this thread or task
 LATEST: ContextVar[dict[int | None, weakref.ref[Records]]] = ContextVar("kvkit_latest", default={})  # noqa: B039
