@@ -70,7 +70,9 @@ class PagedPlan:
     __slots__ = ("repeats", "step")
 
     def __init__(self, step: PlannedPages) -> None:
-        self.step, self.repeats = step, {name: Repeats() for name in ("paged_append", "paged_attention")}
+        pools = (2, "key_cache"), (3, "value_cache")
+        self.step = step
+        self.repeats = {"paged_append": Repeats(*pools), "paged_attention": Repeats()}
 
     @returns_input_kind
     @repeatable

@@ -186,24 +186,27 @@ def note_number(name: str, place: int) -> None:
 
 
 KNOWN: weakref.WeakSet[Repeats] = weakref.WeakSet()
-changing = _thread.allocate_lock()  # while calls are remembered or forgotten
+changing = _thread.RLock()  # while calls are remembered or forgotten
 
 
 class Repeats:
-    """Remembers calls of one function, to run them again."""
+    """Remembers calls of one function, to run them again.
 
-    __slots__ = "__weakref__", "_alive", "_function", "_given", "_results", "_table"
+    `returned` has the places and names of the arguments that the function returns in place of new arrays.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = "__weakref__", "_alive", "_function", "_results", "_returned", "_table"
+
+    def __init__(self, *returned: tuple[int, str]) -> None:
         self._results: list[tuple[tuple[int, ...], np.dtype[Any]]] = []  # forms of new arrays
-        self._given: list[tuple[int, str]] = []  # places and names of the arguments that are returned
+        self._returned = returned
         self._alive: dict[tuple[int, ...], tuple[Array, Any]] = {}  # states by the numbers of arguments
         self._function: Callable[..., bool] | None = None
         self._table = np.zeros(STATES + MOST_CALLS, np.int64)
         KNOWN.add(self)
 
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return Repeats, ()  # a copy has other arrays
+    def __reduce__(self) -> tuple[type, tuple[tuple[int, str], ...]]:
+        return Repeats, self._returned  # a copy has other arrays
 
     def forget(self) -> None:
         """Forget all calls."""
@@ -225,7 +228,7 @@ class Repeats:
         new = tuple([np.empty(*form) for form in results])
         if not function(*new, *args, **keywords):
             return None
-        return new or tuple([keywords[name] if name in keywords else args[i] for i, name in self._given])
+        return new or tuple([args[i] if i < len(args) else keywords[name] for i, name in self._returned])
 
     def record(
         self, function: Callable[..., Any], names: list[str], args: Sequence[Any], keywords: dict[str, Any]
@@ -240,7 +243,6 @@ class Repeats:
         if len(recording.programs) == 1:
             arguments = dict(zip(names, args, strict=False)) | keywords
             self.remember(recording, arguments, len(args), [*keywords], answer)
-            self._given = [(i, name) for i, name in enumerate(names) if returned(arguments, name, answer)]
         return answer
 
     def remember(
@@ -255,6 +257,8 @@ class Repeats:
         )
         slots = slots_of([*zip(itertools.repeat(""), results), *arguments.items()], recording)
         if slots is None or not layouts_fit() or not (is_new or not results):
+            return
+        if changing._is_owned():  # type: ignore[attr-defined]  # a signal handler or a finalizer calls
             return
         key = (len(results) + count, *map(id, keywords), *itertools.chain(*slots))
         values = [*results, *arguments.values()]
@@ -274,12 +278,6 @@ class Repeats:
             self._table[0] = len(self._alive)
             if self._function is None:
                 self._function = new_function(self._table)
-
-
-def returned(arguments: dict[str, Any], name: str, answer: Any) -> bool:
-    """Return whether a call returned its argument of this name."""
-    answers, value = answer if isinstance(answer, tuple) else (answer,), arguments.get(name)
-    return value is not None and any(each is value for each in answers)
 
 
 def slots_of(arguments: list[tuple[str, Any]], recording: CallNotes) -> list[list[int]] | None:

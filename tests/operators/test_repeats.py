@@ -308,6 +308,32 @@ def test_outputs(rng, again):
     assert len(again) == 2
 
 
+def test_arguments_that_are_returned(rng, again):
+    """An append returns both its pools in any order of calls, None for one that it does not have."""
+    a, plan = arguments(rng), new_pages()
+    names, pairs = ("key", "value", "key_cache", "value_cache"), {}
+    for has in (True, True), (True, False), (False, True):
+        arrays = a["key"], a["value"], *a["pools"]
+        pairs[has] = [array if has[i % 2] else None for i, array in enumerate(arrays)]
+    for i in rng.integers(len(pairs), size=60):
+        given, positional = [*pairs.values()][i], int(rng.integers(len(names) + 1))
+        more = dict(zip(names[positional:], given[positional:], strict=True))
+        key_cache, value_cache = plan.paged_append(*given[:positional], **more)
+        assert key_cache is given[2]
+        assert value_cache is given[3]
+    assert again
+
+
+def test_a_call_while_another_is_remembered(rng, again):
+    """From a signal handler or a finalizer: it is computed, and not remembered."""
+    a, plan = arguments(rng), new_plan()
+    with repeats.changing:
+        learn(planned, a, plan)
+    assert not again
+    learn(planned, a, plan)
+    assert again
+
+
 def test_one_array_for_two(rng, again):
     """A call with one array as key and value is another than one with two."""
     a, plan = arguments(rng), new_plan()
