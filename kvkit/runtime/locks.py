@@ -42,6 +42,10 @@ class LayerLock(_thread.RLock):  # type: ignore[misc]
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(self), ()
 
+    def is_owned(self) -> bool:
+        """Return whether this thread holds the lock."""
+        return bool(self._is_owned())  # type: ignore[attr-defined]
+
 
 class CallLock(LayerLock):  # type: ignore[misc]
     """A lock that refuses a forked process. The thread that holds it may take it again."""
@@ -55,7 +59,7 @@ class CallLock(LayerLock):  # type: ignore[misc]
     def __enter__(self) -> bool:  # type: ignore[override]
         if forked:
             refuse_after_fork()
-        if not self.reentrant and self._is_owned():  # type: ignore[attr-defined]
+        if not self.reentrant and self.is_owned():
             raise KvkitError(
                 "kvkit: expected one call at a time, got a call inside another of the same thread,"
                 " from a signal handler or a finalizer: note the event there and call kvkit later"
@@ -63,7 +67,7 @@ class CallLock(LayerLock):  # type: ignore[misc]
         try:
             return self.acquire()
         except BaseException:  # Ctrl-C may come after the lock has been taken
-            if self._is_owned():  # type: ignore[attr-defined]
+            if self.is_owned():
                 self.release()
             raise
 

@@ -17,7 +17,6 @@ anything differs, nothing is remembered.
 
 from __future__ import annotations
 
-import _thread
 import ctypes
 import functools
 import inspect
@@ -186,7 +185,7 @@ def note_number(name: str, place: int) -> None:
 
 
 KNOWN: weakref.WeakSet[Repeats] = weakref.WeakSet()
-changing = _thread.RLock()  # while calls are remembered or forgotten
+changing = locks.LayerLock()  # while calls are remembered or forgotten
 
 
 class Repeats:
@@ -258,7 +257,7 @@ class Repeats:
         slots = slots_of([*zip(itertools.repeat(""), results), *arguments.items()], recording)
         if slots is None or not layouts_fit() or not (is_new or not results):
             return
-        if changing._is_owned():  # type: ignore[attr-defined]  # a signal handler or a finalizer calls
+        if changing.is_owned():  # a signal handler or a finalizer calls
             return
         key = (len(results) + count, *map(id, keywords), *itertools.chain(*slots))
         values = [*results, *arguments.values()]

@@ -140,11 +140,10 @@ def interrupted(call, cache, line, error):
         pass
     finally:
         sys.settrace(before)
-        for lock in (launches.running, cache._lock, *(layer._lock for layer in cache.layers)):
-            while lock._is_owned():  # a trace can raise between the end of a block and its lock's release
+        locks = launches.running, repeats.changing, cache._lock, *(layer._lock for layer in cache.layers)
+        for lock in locks:
+            while lock.is_owned():  # a trace can raise between the end of a block and its lock's release
                 lock.release()
-        if repeats.changing.locked():
-            repeats.changing.release()
     return raised
 
 

@@ -208,6 +208,33 @@ def test_files(tmp_path):
         scene.cache.add(Cache([CompressedLayer(8, 4)]))
 
 
+def test_calls_beside_an_open_step():
+    """`can` says what each call does, and a refused one changes nothing."""
+    scene = Beside(np.random.default_rng(0), blocks=4, slots=6)
+    first, cache = scene.add(), scene.cache
+    scene.step({first: 9})
+    second, source = scene.add(), cache.extract(first)
+    with cache.begin_step([(second, 2)]) as step:
+        for call, *given in ("add",), ("add", source), ("fork", first), ("crop", first, 9), ("fork", second):
+            free, known = cache.blocks.available, cache.sequences
+            refusal = cache.can(call, *given)
+            assert (refusal is not None) == (source in given or second in given)
+            if refusal is None:
+                getattr(cache, call)(*given)
+            else:
+                with pytest.raises(KvkitError) as error:
+                    getattr(cache, call)(*given)
+                assert str(error.value) == refusal
+                assert (free, known) == (cache.blocks.available, cache.sequences)
+        step.abandon()
+    third = cache.add(source)
+    assert cache.can("add", source) == "num_blocks: expected 2 free or evictable blocks, got 0"
+    with pytest.raises(OutOfBlocksError):
+        cache.add(source)
+    cache.free(third)
+    scene.check()
+
+
 def test_refusals():
     rng = np.random.default_rng(0)
     scene = Beside(rng)

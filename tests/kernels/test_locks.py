@@ -165,7 +165,7 @@ def test_an_interrupt_leaves_no_turn_taken(call):
                 interrupted += 1
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-            assert not running._is_owned()
+            assert not running.is_owned()
     finally:
         signal.signal(signal.SIGALRM, before)
     assert interrupted > 100

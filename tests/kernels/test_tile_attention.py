@@ -38,6 +38,14 @@ def masked(rng, call, dtype, pad=0):
     return call.but(attn_mask=mask)
 
 
+def lowered(rng, call, dtype):
+    """Return the call with a mask that gives some rows, and half of all keys, the lowest finite number."""
+    mask = np.zeros((13, scenes.context(call)), dtype)
+    low = rng.random(mask.shape) < 0.5
+    low[rng.permutation(13)[:5]] = True
+    return call.but(attn_mask=np.where(low, ml_dtypes.finfo(dtype).min, mask))
+
+
 CASES = {
     **{f"head of {dim}": lambda rng, dim=dim: static(rng, BF16, 37, 70, dim=dim) for dim in (32, 96, 17, 80)},
     "values of another size": lambda rng: static(rng, BF16, 0, 45, dim=64, value_dim=96),
@@ -63,6 +71,13 @@ CASES = {
             masked(rng, static(rng, BF16, 160, 13, 1, 6, 2, dim=32), dtype)
         )
         for dtype in (np.float32, ml_dtypes.bfloat16, bool)
+    },
+    **{
+        f"lowest {np.dtype(dtype).name} in a mask, {past} keys before": lambda rng, dtype=dtype, past=past: (
+            lowered(rng, static(rng, BF16, past, 13, 1, 6, 2, dim=32, is_causal=False), dtype)
+        )
+        for dtype in (np.float32, ml_dtypes.bfloat16)
+        for past in (160, 1300)
     },
     "one row of a mask for all": lambda rng: static(rng, BF16, 100, 33, 1, 2, 2, dim=32).but(
         attn_mask=np.broadcast_to(rng.standard_normal(133).astype(ml_dtypes.bfloat16), (33, 133))

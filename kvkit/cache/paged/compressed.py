@@ -183,8 +183,9 @@ class PagedCompressedCache:
         layers = self._check_add(source)
         length = layers[0].get_seq_length() if layers else 0
         sequence = self.blocks.add()
-        with self.blocks.begin_step([(sequence, length)]):
-            pass  # takes the blocks, or raises
+        if length:
+            with self.blocks.begin_step([(sequence, length)]):
+                pass  # takes the blocks
         use = self._uses[sequence] = SlotUse(self._free.pop())
         table = np.array(sequence._table, np.int64)
         for pools, layer in zip(self.pools, layers, strict=False):
@@ -222,9 +223,12 @@ class PagedCompressedCache:
                 )
             if layer.span.oldest > max(0, floor - own.near + 1):
                 raise argument_error(f"source[{i}]", "the last rows of the window", describe(layer))
-        need, available = -(-layers[0].get_seq_length() // self.page_size), self.blocks.available
+        length = layers[0].get_seq_length()
+        if length and self.blocks.open_step is not None:
+            raise argument_error("source", "no tokens while a step is open", f"{length} tokens")
+        need, available = -(-length // self.page_size), self.blocks.available
         if need > available:
-            raise argument_error("source", f"at most {available * self.page_size} tokens", "more")
+            raise OutOfBlocksError(need, available)
         return layers
 
     def _fill(self, pools: LayerPools, layer: CompressedLayer, slot: int, table: Array, length: int) -> None:

@@ -15,6 +15,7 @@ times its scale, hold 16 bits; queries and weights beside them have one, as over
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -301,6 +302,7 @@ def grow_maximum(b, scores, count, m_at, l_at, sums, dim, scale):
     """Update m by scores of `count` tokens; where it grew by much, rescale l and O [dim, WIDE].
 
     Scores after `count` become -inf, up to a multiple of 32. `scale` is the address of a positive number.
+    Where scores are finite and c S is not, m is LOWEST, and l stays 0 (see `natural_maximum`).
     """
     minus_inf = Lanes(b, ir.Constant(ir.VectorType(F32, LANES), [float("-inf")] * LANES))
     whole = b.and_(b.add(count, I64(STEP - 1)), I64(-STEP))
@@ -315,7 +317,8 @@ def grow_maximum(b, scores, count, m_at, l_at, sums, dim, scale):
             largest[k % 4] = largest[k % 4].max(read(b, at, F32, LANES))
     old, new, grown = [], [], []
     for half in range(2):
-        top = largest[half].max(largest[half + 2]) * c
+        top = largest[half].max(largest[half + 2])
+        top = (top * c).max(top.min(LOWEST))
         old.append(read(b, b.add(m_at, I64(ROW * half)), F32, LANES))
         more = b.fcmp_ordered(">", top.value, (old[half] + LAZY).value)
         new.append(Lanes(b, b.select(more, top.value, old[half].value)))
@@ -330,6 +333,20 @@ def grow_maximum(b, scores, count, m_at, l_at, sums, dim, scale):
             for k in range(8):
                 at = score_at(b, sums, b.add(i, I64(k // 2)), k % 2)
                 write(b, at, read(b, at, F32, LANES) * alpha[k % 2])
+
+
+@micro_kernel
+def natural_maximum(b, m_at, l_at, count):
+    """Turn m from powers of 2 to powers of e; 16 divides `count`.
+
+    Where m is finite and l is 0, all scores of a row are so low that c S is -inf, as those of the lowest
+    float32 of a mask. Then l becomes NaN, so that the work item runs again, in powers of e.
+    """
+    with loop(b, b.mul(count, I64(4)), 4 * LANES) as at:
+        m, l = (read(b, b.add(place, at), F32, LANES) for place in (m_at, l_at))
+        write(b, b.add(m_at, at), m * LN2)
+        low = b.and_(b.fcmp_ordered(">", m.value, m.of(-math.inf)), b.fcmp_ordered("==", l.value, l.of(0.0)))
+        write(b, b.add(l_at, at), Lanes(b, b.select(low, l.of(math.nan), l.value)))
 
 
 class TileWeights:

@@ -30,7 +30,7 @@ from kvkit.cpu.attention.engines.load import (
 from kvkit.cpu.attention.params import TILE, block_at, params_at, step_code, tile_at
 from kvkit.cpu.simd import attention, pairs, tile_products
 from kvkit.cpu.simd.attention import WIDE
-from kvkit.cpu.simd.tile_products import GROUP_BYTES, LN2
+from kvkit.cpu.simd.tile_products import GROUP_BYTES
 from kvkit.cpu.simd.tiles import ROW, ROWS
 from kvkit.runtime.jit import helper
 
@@ -73,9 +73,8 @@ def finish(in_memory):
     def finish(params_address, block_address, _):
         params, block = params_at(params_address), block_at(block_address)
         close_tiles()
-        m = block.workspace + params.workspace.m
-        put_float(block.number, np.float32(LN2))
-        attention.scale_by(m, m, WIDE * block.tiles, block.number)
+        m, l = block.workspace + params.workspace.m, block.workspace + params.workspace.l
+        tile_products.natural_maximum(m, l, WIDE * block.tiles)
 
     return step_code(finish, ("finish", in_memory))
 
