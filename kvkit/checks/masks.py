@@ -19,10 +19,9 @@ def static_mask(
 
     `one_column` says whether one column for all keys is legal.
     """
-    if mask is not None:
-        check_mask_type(fmt, mask)
-    if mask is None or not mask.size:
+    if mask is None:
         return NO_MASK
+    check_mask_type(fmt, mask)
     legal = (batch, num_heads, seqlen)[max(0, 4 - mask.ndim) :]
     fits = 2 <= mask.ndim <= 4 and (mask.shape[-1] >= kvlen or (one_column and mask.shape[-1] == 1))
     if not fits or any(size not in (1, want) for size, want in zip(mask.shape[:-1], legal, strict=True)):
@@ -39,10 +38,9 @@ def dynamic_mask(
 
     `one_column` says whether one column for all keys is legal.
     """
-    if mask is not None:
-        check_mask_type(fmt, mask)
-    if mask is None or not mask.size:
+    if mask is None:
         return NO_MASK
+    check_mask_type(fmt, mask)
     width = mask.shape[-1] if mask.ndim else 0
     fits = mask.ndim in (2, 3) and mask.shape[-2] == tokens and (width >= keys or (one_column and width == 1))
     if not fits or (mask.ndim == 3 and mask.shape[0] not in (1, num_heads)):
@@ -72,6 +70,8 @@ def check_mask_type(fmt: Element, mask: Array, name: str = "attn_mask") -> None:
 
 def mask_place(mask: Array, strides: Sequence[int], packed: int) -> MaskPlace:
     """Return the place of a mask with these strides (sequence, head, row, column)."""
+    if not mask.size:
+        return NO_MASK
     name = "bool" if mask.dtype == np.bool_ else BY_DTYPE[mask.dtype].name
     sequence, head, row, column = strides
     return MaskPlace(mask.ctypes.data, MASKS[name], sequence, head, row, column, packed=packed)

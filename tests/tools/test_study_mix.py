@@ -15,6 +15,7 @@ from kvkit import tools
 from kvkit.cache import QuantizedCache
 from kvkit.errors import KvkitError
 from kvkit.formats.mixes import mix_named
+from kvkit.tools.studies import mixes
 from kvkit.tools.studies.mixes import cheapest
 from kvkit_cli.main import main
 
@@ -118,17 +119,23 @@ def test_choices_are_the_cheapest(data):
     assert losses[range(items), choices].sum() <= limit
 
 
-def test_a_search_that_rounds_says_by_how_much(rng):
-    bits, losses = rng.integers(0, 10**9, (6, 3)), rng.random((6, 3))
-    most = int(bits.mean(1).sum())
-    choices, rounded = cheapest(bits, losses, most)
-    own = [bits[range(6), each].sum() for each in map(list, itertools.product(range(3), repeat=6))]
-    loss = [losses[range(6), each].sum() for each in map(list, itertools.product(range(3), repeat=6))]
-    assert bits[range(6), choices].sum() <= most
-    found = losses[range(6), choices].sum()
-    assert min(x for x, y in zip(loss, own, strict=True) if y <= most) <= found
-    assert found <= min(x for x, y in zip(loss, own, strict=True) if y <= most - rounded)
-    assert 0 < rounded < 1e-3 * most
+@pytest.mark.parametrize("cells", [4, 7, 16, 2**16])
+def test_a_search_that_rounds_says_by_how_much(cells, rng, monkeypatch):
+    """No mix is left out with room for what is rounded up; with room for all bits the best is found."""
+    monkeypatch.setattr(mixes, "CELLS", cells)
+    for top in (9, 50, 10**9) * 10:
+        bits, losses = rng.integers(0, top, (4, 3)), rng.random((4, 3))
+        every = [[*each] for each in itertools.product(range(3), repeat=4)]
+        own = np.array([(bits[range(4), each].sum(), losses[range(4), each].sum()) for each in every])
+        for most in (*rng.integers(bits.min(1).sum(), bits.max(1).sum() + 1, 3), bits.max(1).sum()):
+            choices, rounded = cheapest(bits, losses, int(most))
+            assert bits[range(4), choices].sum() <= most
+            reached = most - (rounded if most < bits.max(1).sum() else 0)
+            assert losses[range(4), choices].sum() <= own[own[:, 0] <= reached, 1].min(initial=9) + 1e-9
+        for limit in own[rng.integers(len(own), size=3), 1] + 1e-9:
+            choices, rounded = cheapest(bits, losses, limit=limit)
+            assert losses[range(4), choices].sum() <= limit
+            assert bits[range(4), choices].sum() <= own[own[:, 1] <= limit, 0].min() + rounded
 
 
 def test_held_back_tokens_do_not_change_the_mix(arrays):

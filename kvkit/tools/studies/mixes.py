@@ -109,7 +109,8 @@ def cheapest(
     unit = int(np.gcd.reduce(extra, axis=None)) or 1
     rounded = max(unit, -(-room // CELLS))
     cost = -(-extra // rounded)
-    cells = room // rounded + 1
+    # Rounded up, the bits of all best formats may be more than there is room for.
+    cells = 1 + (cost.max(1).sum() if room == extra.max(1).sum() else room // rounded)
     best, chosen = np.zeros(cells), np.zeros((len(bits), cells), np.uint16)  # by the largest sum of bits
     for item, (item_cost, item_loss) in enumerate(zip(cost, losses, strict=True)):
         found = np.full(cells, np.inf)
