@@ -377,7 +377,10 @@ def join_streams(contents: Contents) -> Contents:
     line = contents.description.layout or ""
     if contents.kind not in TITLES.values() or not line.startswith("b l"):
         return contents
-    streams = {name: streams_of(contents.arrays, name) for name in CACHE_NAMES}
+    streams = {}
+    for name in CACHE_NAMES:
+        found = (re.fullmatch(rf"{name}_cells\.(\d+)\.positions", array) for array in contents.arrays)
+        streams[name] = sorted(int(match[1]) for match in found if match)
     begins = tuple(f"{name}{end}." for name in CACHE_NAMES if streams[name] for end in ("", "_cells"))
     arrays = {name: array for name, array in contents.arrays.items() if not name.startswith(begins)}
     transposed = ";" in line
@@ -391,12 +394,6 @@ def join_streams(contents: Contents) -> Contents:
     sizes = {"l": contents.description.sizes["l"], "b": 1, "n": len(arrays["cache_cells.positions"])}
     described = replace(contents.description, layout=line, sizes=sizes)
     return replace(contents, arrays=arrays, metadata=metadata, description=described)
-
-
-def streams_of(arrays: Mapping[str, Array], name: str) -> list[int]:
-    """Return the numbers of the streams that have cells."""
-    found = (re.fullmatch(rf"{name}_cells\.(\d+)\.positions", array) for array in arrays)
-    return sorted(int(match[1]) for match in found if match)
 
 
 def join_cache(

@@ -138,3 +138,22 @@ def test_a_state_of_empty_layers(tmp_path):
         files.read(path)
     assert tracemalloc.get_traced_memory()[1] < 3 * len(text)  # the file is copied
     tracemalloc.stop()
+
+
+def test_cells_of_two_sequences_and_layers_of_several_types(tmp_path, rng):
+    """Position 0 and sequence 0 are legal; numbers below 0 and an unknown flag are refused."""
+
+    def read(cells, kinds=((F16, F16),), flag=0):
+        layers = [[(kind, [rng.bytes(BYTES[kind]) for _ in cells]) for kind in pair] for pair in kinds]
+        (tmp_path / "state").write_bytes(
+            llama_state.head(False, 2, [1]) + llama_state.memory([(cells, layers)], flag)
+        )
+        return files.read(tmp_path / "state")
+
+    found = read([(0, [0, 1]), (1, [0, 1])], [(F16, F16), (F32, F16)])
+    assert found.arrays["cache_cells.sequences"].tolist() == [0, 1, 0, 1]
+    assert (found.description.format, found.description.sizes) == (None, {"l": 2, "b": 1, "n": 2})
+    assert read([(0, [0])], [(Q8_0, Q4_0)]).description.format == "q8_0/q4_0"
+    for position, sequence, flag in ((-1, 0, 0), (0, -1, 0), (0, 0, 2)):
+        with pytest.raises(FileError, match="damaged, or with a kind of memory"):
+            read([(position, [sequence])], flag=flag)

@@ -248,6 +248,9 @@ TABLE = [
     ("swaps", "target", each(part(np.s_[:], np.s_[:2]), "source"), each(cast(np.float32), "source"),
      lambda call: {"source": call["target"][:2], "pairs": [[0, 2]]}),
     ("swaps", "source", each(cast(object), "source"), lambda call: {"source": call["source"][0, 0, 0, 0]}),
+    ("compressed slots", "sequence_of_token", *given("sequence_of_token", None),
+     *(at("sequence_of_token", (1, sequence)) for sequence in (-1, 2, INT64_MAX))),
+    ("compressed slots", "block_tables", at("block_tables", ((0, 0), -1)), at("positions", (1, 19))),
     ("matrices back", "y",
      *({"m": m, "n": n} for m, n in ((16, 10), (33, 10), (20, 8), (20, 17), (0, 10), (20, 0)))),
 ]  # fmt: skip

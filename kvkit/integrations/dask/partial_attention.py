@@ -61,11 +61,6 @@ def position_mask(
     return np.where(visible, slopes[:, None, None] * distance.astype(np.float32), np.float32(-np.inf))
 
 
-def queries_per_mask(keys: int, heads: int) -> int:
-    """Return how many queries one mask of `keys` keys and `heads` heads may have."""
-    return max(1, MASK_BYTES // max(1, DISTANCE_BYTES * keys * heads))
-
-
 def combine_masks(first: Array | None, second: Array | None) -> Array | None:
     """Combine two masks, each None, boolean or additive; axes are right-aligned."""
     if first is None or second is None:
@@ -135,7 +130,7 @@ def attend_part(
         attend_rows(slice(first, whole), slice(0, whole - offset), None, True)
         attend_rows(slice(whole, tokens), slice(0, count), None, False)
         return out, lse
-    step = queries_per_mask(count, 1 if slopes is None else heads)
+    step = max(1, MASK_BYTES // max(1, DISTANCE_BYTES * count * (1 if slopes is None else heads)))
     left, right = window[0], 0 if causal else window[1]
     for begin in range(first, tokens, step):
         end = min(begin + step, tokens)

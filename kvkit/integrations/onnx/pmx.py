@@ -41,7 +41,8 @@ class PmxOperator(OpRun):
     static: operators.Operator
 
     def _run(self, *inputs: Any, **attributes: Any) -> tuple[Any, ...]:
-        op = self.operator if len(inputs) >= required_inputs(self.operator) else self.static
+        required = (i for i, spec in enumerate(self.operator.inputs, 1) if not spec.optional)
+        op = self.operator if len(inputs) >= max(required, default=0) else self.static
         function = op.function()
         names = [spec.name for spec in op.inputs if not spec.keyword]
         arguments = dict(zip(names, inputs, strict=False))
@@ -56,11 +57,6 @@ class PmxOperator(OpRun):
             raise argument_error(f"{self.domain}.{self.op_type}", expected, error) from None
         outputs = function(**arguments)
         return outputs if isinstance(outputs, tuple) else (outputs,)
-
-
-def required_inputs(op: operators.Operator) -> int:
-    """Return the number of inputs up to the last one that is required."""
-    return max((i for i, spec in enumerate(op.inputs, 1) if not spec.optional), default=0)
 
 
 def argument(name: str, value: Any) -> Any:

@@ -273,7 +273,7 @@ class KvkitCache(Cache):
             if self._readers.get(layer_idx, 0) > shared:  # the layer itself, before those that read its rows
                 eviction.record(layer_idx, queries, weights)
             self._readers[layer_idx] = self._readers.get(layer_idx, 0) - 1
-            last = last_to_evict(self.cache.layers)
+            last = max(i for i, x in enumerate(self.cache.layers) if x.window is None and x._why_kept is None)
             is_after_last = layer_idx >= last or (shared and self._readers.get(last, 0) <= 0)
             if is_after_last and max(self._readers.values()) <= 0:  # every layer has read the rows
                 self.report = eviction.run(self.movable(), padding) or self.report
@@ -452,11 +452,6 @@ def check_evictable(cache: Any, config: Any, kind: str, options: dict[str, Any],
         if any("sliding_window" in each for each in arguments):
             wanted = "full attention in all layers of a paged cache, because they lose the same tokens"
             raise argument_error("evict", wanted, "a window")
-
-
-def last_to_evict(layers: Any) -> int:
-    """Return the number of the last layer that can lose tokens. Eviction runs after its attention."""
-    return max(i for i, each in enumerate(layers) if each.window is None and each._why_kept is None)
 
 
 def layers_of(owner: KvkitCache, cache: Any, config: Any) -> list[Any]:

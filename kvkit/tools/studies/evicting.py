@@ -292,7 +292,10 @@ def measure_prompts(
         attention, count = [AttentionSums() for _ in range(heads.start, heads.stop)], 0
         for context, own in zip(contexts, of_contexts, strict=True):
             count += own.rows.shape[1]
-            sides = [take_rows(side[heads], own.rows) for side in (context.keys, context.values)]
+            sides = [
+                np.stack([head[rows] for head, rows in zip(side[heads], own.rows, strict=True)])
+                for side in (context.keys, context.values)
+            ]
             each = zip(policy.schemes, sides, (layer.key, layer.value), errors, strict=True)
             decoded = [code_tokens(*arguments) for arguments in each]
             for i, rows in enumerate(own.rows):
@@ -332,11 +335,6 @@ def rows_of_head(groups: Sequence[KeptRows], h: int) -> Array:
     """Return the rows that a head keeps."""
     group = next(each for each in groups if each.heads.start <= h < each.heads.stop)
     return group.rows[h - group.heads.start]
-
-
-def take_rows(states: Array, at: Array) -> Array:
-    """Return the rows `at` [H, m] of each head of states [H, n, D]."""
-    return np.stack([side[rows] for side, rows in zip(states, at, strict=True)])
 
 
 def notes_of(layer: LayerReader, plan: StudyPlan) -> tuple[str, ...]:

@@ -138,12 +138,6 @@ def relative(errors: np.ndarray, squares: np.ndarray) -> np.ndarray:
     return np.sqrt(np.divide(errors, squares, out=(errors > 0).astype(float), where=squares > 0))
 
 
-def marks_of(code: Any) -> Any:
-    """Return the mark of each code, uint64: 1 at a limit of the range, ZERO for 0, or else 0."""
-    low, high = code.limits
-    return ((code.table <= low) | (code.table >= high)) + (code.table == 0) * np.uint64(ZERO_MARK)
-
-
 def pieces(begin: int, end: int, elements: int, step: int = 1) -> list[slice]:
     """Split tokens of `elements` elements each into slices of about `ELEMENTS`, multiples of `step`."""
     count = max(ELEMENTS // elements // step, 1) * step
@@ -187,7 +181,9 @@ def code_parts(scheme: Any, side: SideReader, errors: SideErrors | TokenErrors) 
         errors.add(x, decoded)
         codes = scheme.codes(arrays) if hasattr(scheme, "codes") else None
         if codes is not None and codes.size:
-            errors.add_codes(codes, marks_of(scheme.format.code))
+            table, (low, high) = scheme.format.code.table, scheme.format.code.limits
+            marks = ((table <= low) | (table >= high)) + (table == 0) * np.uint64(ZERO_MARK)
+            errors.add_codes(codes, marks)
         if errors.counts is not None and number % stride == 0:
             plain = arrays["rest"].size * side.bits if hasattr(scheme, "others") else 0
             errors.counts.add(len(x), *codes_and_others(scheme, arrays, codes, x), plain)
