@@ -46,28 +46,29 @@ def decode(heads, format=None):
         row = normal(LATENT + ROPE).astype(BFLOAT16)
         pool = np.tile(row, (BATCH * CONTEXT // PAGE, PAGE, 1))
         operations = 2 * heads * BATCH * CONTEXT * (LATENT + ROPE + LATENT)
-        run = step(heads, pool, None)
+        run = step(heads, [pool], None)
         if format is None:
             other, done = prefill()
             return Work(run, operations=operations, beside={"prefill": other},
                         shares={"prefill": operations / done})  # fmt: skip
         codes = encode(pool.reshape(-1, LATENT + ROPE).astype(np.float32), format)["codes"]
-        coded = step(heads, codes.reshape(*pool.shape[:2], -1), format)
+        coded = step(heads, [codes.reshape(*pool.shape[:2], -1)], format)
         return Work(coded, operations=operations, beside={"bfloat16": run})
 
     return prepare
 
 
-def step(heads, pool, format):
-    """Return a checked function of the round."""
+def step(heads, pools, format):
+    """Return a checked function of the round, which rotates through pools."""
     query, out = (
         normal(BATCH, heads, LATENT + ROPE).astype(BFLOAT16),
         np.empty((BATCH, heads, LATENT), BFLOAT16),
     )
-    table = np.random.default_rng(1).permutation(len(pool)).reshape(BATCH, -1).astype(np.int32)
+    table = np.random.default_rng(1).permutation(len(pools[0])).reshape(BATCH, -1).astype(np.int32)
     lengths = np.full(BATCH, CONTEXT)
 
     def run(i):
+        pool = pools[i % len(pools)]
         kvkit.mla_attention(query, pool, table, lengths, softmax_scale=SCALE, format=format, out=out)
 
     run(0)

@@ -1,6 +1,7 @@
 """Measure cases by medians of alternating calls in one process."""
 
 import importlib.metadata
+import itertools
 import json
 import platform
 import statistics
@@ -62,19 +63,20 @@ def measure(case, rounds):
     """Return median seconds of a case and of the functions beside it, which alternate, after two warm-ups.
 
     `pairs` are quartiles of the ratio of times in the same round, which cancels slow phases of the machine.
+    Calls of all functions are counted together, so that none reads data that the one before left in a cache.
     """
     work = case.prepare()
     functions = {name: function for name, function in work.beside.items() if function}
     functions = {"": work.run} | functions  # the case itself has no name
     pause = PAUSE if set(functions) - {"", "copy"} else 0
     times = {name: [] for name in functions}
-    warm_ups = 0 if case.rounds else 2
-    for i in range(warm_ups + (min(case.rounds, rounds) or rounds)):
+    warm_ups, number = 0 if case.rounds else 2, itertools.count()
+    for _ in range(warm_ups + (min(case.rounds, rounds) or rounds)):
         for name, function in functions.items():
             time.sleep(pause)
             begin = time.perf_counter()
-            for j in range(case.calls):
-                returned = function(i * case.calls + j)
+            for _ in range(case.calls):
+                returned = function(next(number))
             seconds = returned if work.timed else time.perf_counter() - begin
             times[name].append(seconds * work.shares.get(name, 1) / case.calls)
     times = {name: each[warm_ups:] for name, each in times.items()}

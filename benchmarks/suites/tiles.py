@@ -11,7 +11,7 @@ import kvkit
 from benchmarks.suites import attention, ggml, latent, other_libraries
 from benchmarks.suites.cache_operators import DTYPES
 from benchmarks.suites.measuring import Case, Work
-from benchmarks.suites.memory import plain_read
+from benchmarks.suites.memory import plain_read, sets
 from benchmarks.suites.problem import DIM, problem
 from kvkit.calls import pools, prepared, steps
 from kvkit.cpu import machine
@@ -123,12 +123,14 @@ def rows(heads):
     def prepare():
         row = latent.normal(latent.LATENT + latent.ROPE).astype(ml_dtypes.bfloat16)
         shape = latent.BATCH * latent.CONTEXT // latent.PAGE, latent.PAGE, len(row)
-        pool = zeros(shape, row.dtype)
-        pool[...] = row
-        run = latent.step(heads, pool, None)
+        size = int(np.prod(shape)) * row.itemsize
+        pools = [zeros(shape, row.dtype) for _ in range(sets(size))]
+        for pool in pools:
+            pool[...] = row
+        run = latent.step(heads, pools, None)
         operations = 2 * heads * latent.BATCH * latent.CONTEXT * (len(row) + latent.LATENT)
-        beside = {"read": plain_read([[pool]], pool.nbytes), "pairs": without_tiles(run)}
-        return Work(run, pool.nbytes, operations, beside)
+        beside = {"read": plain_read([[pool] for pool in pools], size), "pairs": without_tiles(run)}
+        return Work(run, size, operations, beside)
 
     return prepare
 

@@ -220,11 +220,13 @@ def test_every_form_of_case_runs(form, monkeypatch):
     assert measuring.measure(case, 1)["seconds"] > 0
 
 
-def test_what_is_beside_gets_the_same_rounds():
+def test_no_function_gets_the_data_of_the_one_before():
     rounds = {"run": [], "copy": []}
     work = Work(rounds["run"].append, 100, beside={"copy": rounds["copy"].append})
     result = measuring.measure(Case("rounds", lambda: work, {"copy": 1e9}, calls=2), 3)
-    assert rounds == {"run": list(range(10)), "copy": list(range(10))}
+    numbers = {name: [i + first for i in range(0, 20, 4) for first in both]
+               for name, both in (("run", (0, 1)), ("copy", (2, 3)))}  # fmt: skip
+    assert rounds == numbers
     assert set(result) == {"case", "seconds", "bytes", "beside", "pairs", "goals"}
     assert measuring.table_row(result)[-1] == "copy 100000000000%"
 
