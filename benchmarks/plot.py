@@ -1,7 +1,7 @@
 """Draw how cost grows, and how long others take: python -m benchmarks.plot (needs matplotlib)
 
-`growth` shows results/growth.json and shapes.json, `threads` the model of many_cores.py, `rivals` some cases
-of decoding.json, and `models` the steps of models.json.
+`growth` shows results/growth.json and shapes.json, `threads` the model of many_cores.py, `rivals` the
+cases of rivals.json, and `models` the steps of models.json.
 """
 
 import hashlib
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import many_cores
-from benchmarks.table import HEADLINES, PEERS
+from benchmarks.table import PEERS
 
 HERE = Path(__file__).resolve().parent
-GROWTH, SHAPES, DECODING, MODELS = (
-    HERE / "results" / f"{name}.json" for name in ("growth", "shapes", "decoding", "models")
+GROWTH, SHAPES, RIVALS, MODELS = (
+    HERE / "results" / f"{name}.json" for name in ("growth", "shapes", "rivals", "models")
 )
 FOLDER = HERE.parent / "docs" / "pictures"
 STEP = re.compile(
@@ -106,13 +106,13 @@ def draw_threads(figure: Any) -> None:
 
 def draw_rivals(figure: Any) -> None:
     """Draw the time of a step of decoding as a bar for kvkit and each peer, by case."""
-    found = {result["case"]: result for result in json.loads(DECODING.read_text())["results"]}
     axes, y, ticks = figure.subplots(), 0.0, []
-    for case in (case for case in HEADLINES if case in found):
-        result = found[case]
-        times = {"kvkit": result["seconds"]}
-        times |= {name: result["beside"][name] for name in PEERS if result["beside"].get(name)}
-        ticks.append((y + (len(times) - 1) / 2, case.removeprefix("decode ").replace(", layout 3", "")))
+    for result in json.loads(RIVALS.read_text())["results"]:
+        case, times = result["case"].removeprefix("decode ").replace(", layout 3", ""), {}
+        for name, seconds in {"kvkit": result["seconds"], **result["beside"]}.items():
+            if seconds and name in ("kvkit", *PEERS):
+                times[name] = seconds
+        ticks.append((y + (len(times) - 1) / 2, case))
         for name, seconds in times.items():
             axes.barh(y, seconds * 1e3, 0.8, color=COLOURS["float16" if name == "kvkit" else "int8"])
             axes.text(seconds * 1e3, y, f" {name} {seconds * 1e3:.3g} ms", va="center", fontsize=8)
@@ -170,13 +170,13 @@ def least_apart(heights: list[float], least: float = 1.18) -> list[float]:
 PICTURES = {
     "growth": (draw_growth, 9.5),
     "threads": (draw_threads, 6),
-    "rivals": (draw_rivals, 5),
+    "rivals": (draw_rivals, 6.5),
     "models": (draw_models, 3.6),
 }  # and their heights in inches
 SOURCES = {
     "growth": (GROWTH, SHAPES),
     "threads": (GROWTH, HERE / "many_cores.py"),
-    "rivals": (DECODING,),
+    "rivals": (RIVALS,),
     "models": (MODELS,),
 }
 

@@ -10,15 +10,8 @@ from pathlib import Path
 from benchmarks.suites.measuring import bound_share, ratio_text, speed_ratio
 
 HERE = Path(__file__).resolve().parent
-HEADLINES = [  # of README's picture
-    "decode float32, 8 kv heads, layout 3",
-    "decode float16, 8 kv heads, layout 3",
-    "decode float16, 8 kv heads, pages of 16",
-    "decode int8 in groups of 32, 8 kv heads, layout 3",
-    "decode int4 in groups of 32, 8 kv heads, layout 3",
-]
 PLACES = "layout 3", "layout 0", "pages of 16"
-PEERS = "torch", "onnxruntime", "ggml"
+PEERS = "torch", "FlexAttention", "vLLM", "onnxruntime", "ggml"
 
 
 def about(report):
@@ -92,19 +85,20 @@ def decoding(report):
         name, place = result["case"].removeprefix("decode ").rsplit(", ", 1)
         rows.setdefault(name, {})[place] = result
     lines, complete = [], {name: places for name, places in rows.items() if len(places) == len(PLACES)}
+    peers = [peer for peer in PEERS if any(result["beside"].get(peer) for result in report["results"])]
     for name, places in complete.items():
         cells = [name]
         for result in (places[place] for place in PLACES):
             share = f"{times(result, 'read')} ({goal(result, 'read')})"
             cells += [share, speed(result, "bytes") + bound(result)]
-        for peer in PEERS:
+        for peer in peers:
             beside = [result for result in places.values() if result["beside"].get(peer)]
             worst = min(beside, key=lambda result: speed_ratio(result, peer), default=None)
             cells.append("" if worst is None else times(worst, peer))
         lines.append(cells)
     yield from about(report)
     columns = itertools.chain.from_iterable((place, "GB/s, of the bound") for place in PLACES)
-    yield from markdown(("of a read (goal)", *columns, *PEERS), lines)
+    yield from markdown(("of a read (goal)", *columns, *peers), lines)
 
 
 def paired(report):
@@ -240,6 +234,7 @@ PLACES_OF_TABLES = [  # (page, name in its comments, suite of the figures, funct
     (README, "cases", "decoding", cases),
     (README, "rivals", "decoding", rivals),
     (README, "losses", "decoding", losses),
+    (README, "rivals of today", "rivals", attention),
     (TRANSFORMERS, "models", "models", models),
     (TABLES, "decoding figures", "decoding", decoding),
     (TABLES, "attention figures", "attention", attention),

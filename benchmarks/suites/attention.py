@@ -38,8 +38,11 @@ def decode(kind, group, num_kv_heads, place, number, page=PAGE):
         if kind not in ("bfloat16", MINIFLOAT):
             peers["onnxruntime"] = task.peer(other_libraries.onnxruntime_peer, codes)
         if not (task.quant or kind == MINIFLOAT):
-            forms = ("enable_gqa", "expanded heads", "folded")
-            peers["torch"] = task.peer(other_libraries.torch_peer, other_libraries.TYPES, forms)
+            types, forms = other_libraries.TYPES, ("enable_gqa", "expanded heads", "folded")
+            peers["torch"] = task.peer(other_libraries.torch_peer, types, forms)
+            peers["FlexAttention"] = task.peer(other_libraries.flex_peer)
+            pages = page if place == "pages" else PAGE
+            peers["vLLM"] = task.peer(other_libraries.vllm_peer, types, pages)
         beside.pop("pieces", None)
         keys = task.batch * task.length * task.num_kv_heads * DIM
         beside["products"] = plain_products(instructions(kind, task.group, keys))
@@ -224,7 +227,8 @@ FORMATS = {  # (kind, group): the least shares of a read: in layout 3, and elsew
     **{(kind, 32): (0.6, 0.6) for kind in ("int4", "q4_0")},
 }
 PLACES = {"layout 3": ("offsets", 3), "layout 0": ("offsets", 0), "pages of 16": ("pages", 3, 16)}
-PEERS = {"torch": 1, "onnxruntime": 1, "ggml": 1}  # kvkit is to be at least as fast
+# kvkit is to be at least as fast
+PEERS = {"torch": 1, "FlexAttention": 1, "vLLM": 1, "onnxruntime": 1, "ggml": 1}
 DECODE = [
     Case(
         f"decode {kind}{f' in groups of {group}' if kind in BITS else ''}, {heads} kv heads, {name}",
@@ -236,6 +240,15 @@ DECODE = [
     for (kind, group), least in FORMATS.items()
     for name, place in PLACES.items()
 ]
+
+HEADLINES = {  # of README's picture
+    f"decode {name}, layout 3" if "pages" not in name else f"decode {name}"
+    for name in (
+        "float32, 8 kv heads", "float16, 8 kv heads", "float16, 8 kv heads, pages of 16",
+        "int8 in groups of 32, 8 kv heads", "int4 in groups of 32, 8 kv heads",
+    )
+}  # fmt: skip
+RIVALS = [case for case in DECODE if case.name in HEADLINES]
 
 CASES = [
     *(

@@ -20,6 +20,7 @@ SUITES = {  # by the file of their figures
     "cpu": [*cache_operators.CASES, *ascend.CASES],
     "attention": [*attention.CASES, *pools.CASES],
     "decoding": attention.DECODE,
+    "rivals": attention.RIVALS,
     "caches": caches.CASES,
     "latent": latent.CASES,
     "states": states.CASES,

