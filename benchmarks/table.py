@@ -163,7 +163,7 @@ def beside(word, results, spread):
         cells = [result["case"], f"{milliseconds:.{2 if milliseconds >= 1 else 3}f}", speed(result, key)]
         for name in names:
             form = result.get("forms", {}).get(name, "").split(",")[0]
-            wanted = goal(result, name)
+            wanted = goal(result, name) if name in result.get("beside", {}) else ""
             cells.append(times(result, name) + (f" ({wanted})" if wanted else ""))
             if spread and name in result.get("pairs", {}):
                 low, _, high = (ratio_text(name, ratio) for ratio in result["pairs"][name])
