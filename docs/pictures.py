@@ -5,7 +5,6 @@ those of a study. What matplotlib draws for the gallery, its commands draw.
 """
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from xml.sax.saxutils import escape
 from kvkit import formats
 from kvkit.layouts import tables
 from kvkit.tools import draw
+from kvkit.tools.studies.plots import INK
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "pictures"
@@ -25,9 +25,9 @@ import gallery  # noqa: E402
 import examples  # noqa: E402
 
 BY_COMMANDS = {
-    "gallery-eviction.svg": "evict/eviction.svg",
-    "gallery-heads.svg": "heads/errors.svg",
-    "gallery-map.svg": "map.svg",
+    "gallery-eviction": "evict/eviction.svg",
+    "gallery-heads": "heads/errors.svg",
+    "gallery-map": "map.svg",
 }  # and what a command wrote
 THEMES = {  # ink, faint lines, and fills: of one sequence, of another, of keys, of values, of nothing
     "light": {
@@ -371,7 +371,17 @@ def by_commands():
             start = [sys.executable, *(["-m", "kvkit"] if program == "kvkit" else [])]
             subprocess.run([*start, *words], cwd=folder, env=known, stdout=subprocess.PIPE)
         for name, made in BY_COMMANDS.items():
-            shutil.copy(Path(folder) / made, FOLDER / name)
+            text = (Path(folder) / made).read_text()
+            (FOLDER / f"{name}-light.svg").write_text(text)
+            (FOLDER / f"{name}-dark.svg").write_text(darkened(text))
+
+
+def darkened(text):
+    """A picture of matplotlib with light ink: letters have no colour of their own, or that of axes."""
+    ink = INK["dark"]
+    for dark in (INK["light"], "#000000"):
+        text = text.replace(dark, ink)
+    return text.replace("fill: #ffffff", "fill: none").replace("<svg ", f'<svg fill="{ink}" ', 1)
 
 
 if __name__ == "__main__":

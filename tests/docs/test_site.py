@@ -1,10 +1,16 @@
-"""The built site in a browser, from the disk: pages load, pictures are seen, search finds, no complaints."""
+"""The built site in a browser, from the disk: pages load, pictures are seen, search finds, no complaints.
 
+`python tests/docs/test_site.py` keeps the first screen's pictures, with which a test compares it.
+"""
+
+import contextlib
+import io
 import shutil
 from pathlib import Path
 
 import pytest
 
+FIRST_SCREENS = Path(__file__).parent / "first_screens"
 SITE = Path(__file__).parents[2] / "docs" / "_build"
 PAGES = sorted(
     path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html") if "_static" not in path.parts
@@ -21,8 +27,8 @@ CUT = """() => [...document.querySelectorAll("main pre")].filter(box => box.scro
 pytestmark = pytest.mark.site
 
 
-@pytest.fixture(scope="module")
-def browser():
+@contextlib.contextmanager
+def chromium():
     from playwright.sync_api import sync_playwright
 
     program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -31,6 +37,23 @@ def browser():
         opened = started.chromium.launch(executable_path=program, args=["--no-sandbox"])
         yield opened
         opened.close()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as opened:
+        yield opened
+
+
+def first_screen(browser, width, theme):
+    """Return a small picture of the first screen: what is where, but no letters."""
+    from PIL import Image
+
+    page = browser.new_page(viewport={"width": width, "height": 844}, color_scheme=theme)
+    page.goto((SITE / "index.html").as_uri())
+    picture = Image.open(io.BytesIO(page.screenshot(animations="disabled"))).convert("L")
+    page.close()
+    return picture.resize((width // 5, 844 // 5), Image.Resampling.BOX)
 
 
 @pytest.fixture(params=WIDTHS)
@@ -76,7 +99,7 @@ def test_every_page_loads(page):
                 assert picture["right"] <= page.viewport_size["width"], (name, picture)
 
 
-@pytest.mark.parametrize(("name", "count"), [("concepts", 7), ("tools/study", 2)])
+@pytest.mark.parametrize(("name", "count"), [("concepts", 7), ("gallery", 6), ("tools/study", 2)])
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_pictures_are_of_the_theme(page, theme, name, count):
     page.emulate_media(color_scheme=theme)
@@ -92,3 +115,21 @@ def test_search_finds(page):
     for found in "concepts.html", "reference/kvkit.dynamic_batching.html":
         page.wait_for_selector(f'#search-results li a[href*="{found}"]', timeout=20_000)
     assert page.said == []
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_first_screen_is_as_it_was(browser, width, theme):
+    """Other fonts move letters, so a few shades of grey are allowed; a lost picture or box is more."""
+    np, image = pytest.importorskip("numpy"), pytest.importorskip("PIL.Image")
+    kept = np.asarray(image.open(FIRST_SCREENS / f"{width}-{theme}.png"), int)
+    now = np.asarray(first_screen(browser, width, theme), int)
+    assert abs(now - kept).mean() < 8
+
+
+if __name__ == "__main__":
+    with chromium() as opened:
+        FIRST_SCREENS.mkdir(exist_ok=True)
+        for width in WIDTHS:
+            for theme in ("light", "dark"):
+                first_screen(opened, width, theme).save(FIRST_SCREENS / f"{width}-{theme}.png", optimize=True)
