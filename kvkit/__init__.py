@@ -88,4 +88,12 @@ CACHES = "DynamicCache", "PagedCache", "QuantizedCache", "StaticCache", "load"
 TOOLS = "check", "convert", "diff", "draw", "inspect", "size", "study"
 MODULES |= dict.fromkeys(CACHES, "kvkit.cache") | dict.fromkeys(TOOLS, "kvkit.tools")
 MODULES |= {name: f"kvkit.{name}" for name in ROOMS}
-__getattr__, __dir__ = lazy_names(__name__, MODULES, __all__)
+# {a name that users look for at the top: the module that has it}; an error says so
+DEEPER = dict.fromkeys(
+    (
+        "Cache", "DynamicLayer", "PagedLayer", "QuantSpec", "QuantizedLayer", "SlidingWindowLayer",
+        "StaticLayer", "StaticSlidingWindowLayer", "from_config",
+    ), "kvkit.cache",
+)  # fmt: skip
+DEEPER |= {"KvkitCache": "kvkit.integrations.transformers", "reshape_and_cache": "kvkit.ascend"}
+__getattr__, __dir__ = lazy_names(__name__, MODULES, __all__, DEEPER)

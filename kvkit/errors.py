@@ -1,11 +1,14 @@
 """The errors that kvkit raises, and functions that write their messages."""
 
 import difflib
+import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
+
+Called = TypeVar("Called", bound=Callable[..., Any])  # a decorator returns the type of what it decorates
 
 
 class KvkitError(ValueError):
@@ -96,19 +99,56 @@ def near_names(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {' or '.join(likely)}?)" if likely else ""
 
 
+# {a word of other libraries, or of kvkit before: kvkit's}: what no likeness of letters finds, or finds wrong
+OTHER_WORDS = {
+    "attention_mask": "attn_mask", "bits": "format", "block_size": "page_size",
+    "cache_kwargs": "cache_position", "cache_seqlens": "context_lens", "heads": "num_heads",
+    "kv_heads": "num_kv_heads", "kv_lens": "context_lens", "layers": "num_layers", "max_length": "length",
+    "nbits": "format", "num_hidden_layers": "num_layers", "num_key_value_heads": "num_kv_heads",
+    "num_pages": "num_blocks", "offloading": "offload", "page_size": "block_size",
+    "page_table": "block_tables", "qkScale": "softmax_scale", "scale": "softmax_scale",
+    "scaling": "softmax_scale", "seq_lens": "context_lens", "sliding_window": "window",
+    "slots": "slot_mapping",
+}  # fmt: skip
+
+
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return ` (did you mean ...?)` for a name that is like a known one, or ''."""
-    likely = nearest(name, known, 1)
+    """Return ` (did you mean ...?)` for a name that means, or is like, a known one, or ''."""
+    known = list(known)
+    meant = OTHER_WORDS.get(name)
+    likely = [meant] if meant in known else nearest(name, known, 1)
     return f" (did you mean {likely[0]}?)" if likely else ""
 
 
 def add_keyword_hint(error: TypeError, function: Callable[..., Any], keywords: Iterable[str]) -> None:
     """Add ` (did you mean ...?)` to the error of a call with a keyword that is like a parameter.
 
-    Python itself does so from version 3.13 on.
+    It takes the place of Python's own hint (from version 3.13 on), which knows no word of elsewhere.
     """
     parameters = inspect.signature(function).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     unknown = [] if takes_any else [name for name in keywords if name not in parameters]
-    if unknown and "id you mean" not in str(error):
-        error.args = (f"{error}{suggestion(unknown[0], parameters)}",)
+    said = str(error).partition(". Did you mean")[0]
+    if unknown and "did you mean" not in said:
+        hint = suggestion(unknown[0], parameters)
+        if unknown[0] == "config" and function.__qualname__.endswith("Cache.__init__"):  # as in transformers
+            hint = " (kvkit.cache.from_config(config) makes the cache of a model)"
+        error.args = (f"{said}{hint}",)
+
+
+def hints_keywords(called: Called) -> Called:
+    """Decorate a function, or the `__init__` of a class, so that `add_keyword_hint` words a wrong keyword."""
+    function: Any = called.__init__ if isinstance(called, type) else called  # type: ignore[misc]
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            return function(*arguments, **keywords)
+        except TypeError as error:
+            add_keyword_hint(error, function, keywords)
+            raise
+
+    if not isinstance(called, type):
+        return cast(Called, call)
+    called.__init__ = call  # type: ignore[misc]
+    return called

@@ -43,7 +43,7 @@ def integers(name: str, value: Any, ndim: int | None = None, *, as_index: bool =
         array = array.reshape((0,) * ndim) if ndim and array.ndim == 1 else array
     if as_index:
         if array.dtype != np.int64 and array.dtype != np.int32:
-            raise argument_error(name, wanted, array.dtype)
+            raise argument_error(name, wanted, describe(value) if array.dtype == object else array.dtype)
         if array.ndim != ndim:
             raise argument_error(name, axes, f"shape {array.shape}")
     elif array.dtype.kind not in "iu" or ndim not in (None, array.ndim):

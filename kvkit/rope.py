@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from kvkit.checks.values import finite_number, flag, integer, positive_number
-from kvkit.errors import KvkitError, argument_error, describe
+from kvkit.errors import KvkitError, argument_error, describe, hints_keywords
 from kvkit.formats.elements import FLOATS
 from kvkit.interop import integers, returns_input_kind
 from kvkit.models.configuration import read_ropes
@@ -27,6 +27,7 @@ AXES = "one position for each token, or text_only=True where all axes are equal"
 LONGROPE = "long=True or long=False, the list that all keys were made with"
 
 
+@hints_keywords
 @dataclass(frozen=True)
 class Rope:
     """The rotary position embedding of a model's keys.

@@ -13,7 +13,7 @@ from kvkit.checks.ascend.reshape import EMPTY_WINDOWS, compression
 from kvkit.checks.ascend.tensors import MOST
 from kvkit.checks.index_tensors import index
 from kvkit.checks.values import finite_number, integer, text
-from kvkit.errors import argument_error, describe
+from kvkit.errors import argument_error, describe, hints_keywords
 from kvkit.operators.compression import CompressType
 from kvkit.typed import Array, Pair
 
@@ -72,6 +72,7 @@ class Slots:
         return slots_at(self.block_tables, self.context_lens + np.int64(step), self.block_size)
 
 
+@hints_keywords
 def slots(seq_lens: ArrayLike, *, block_size: int = 128, headroom: int = 0, first_block: int = 0) -> Slots:
     """Assign blocks to new sequences and return their slots, tables and lengths.
 
@@ -115,6 +116,7 @@ def slots(seq_lens: ArrayLike, *, block_size: int = 128, headroom: int = 0, firs
     return Slots(as_indices(mapping), tables, as_indices(lengths), num_blocks, no_means, no_counts, size)
 
 
+@hints_keywords
 def compressed_slots(
     seq_lens: ArrayLike,
     num_head: int,
@@ -190,6 +192,7 @@ def compressed_slots(
     return Slots(begins, tables, rows, num_blocks, means, counts, size)
 
 
+@hints_keywords
 def razor_windows(
     seq_lens: ArrayLike,
     num_head: int,

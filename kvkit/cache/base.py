@@ -6,7 +6,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -21,7 +21,7 @@ from kvkit.cache.layers.positions import (
 )
 from kvkit.cache.stores import allocation
 from kvkit.checks.values import flag, integer
-from kvkit.errors import KvkitError, add_keyword_hint, argument_error
+from kvkit.errors import KvkitError, add_keyword_hint, argument_error, hints_keywords
 from kvkit.runtime.locks import CallLock, LayerLock
 from kvkit.typed import Array, Attended, FilePath, Method, Pair, States
 
@@ -36,15 +36,40 @@ def one_call_at_a_time(method: Method) -> Method:
     @functools.wraps(method)
     def waiting(self: Any, *arguments: Any, **options: Any) -> Any:
         with self._lock:
-            return method(self, *arguments, **options)
+            try:
+                return method(self, *arguments, **options)
+            except TypeError as error:
+                add_keyword_hint(error, method, options)
+                raise
 
     return cast(Method, waiting)
+
+
+# {an attribute of other libraries' caches, or of kvkit's before: the one that an error names}
+OTHER_ATTRIBUTES = {
+    "key_cache": "layers[i].keys", "max_cache_len": "get_max_cache_shape()", "select": "reorder(indices)",
+    "seen_tokens": "get_seq_length()", "value_cache": "layers[i].values",
+}  # fmt: skip
 
 
 class MovableTokens(ABC):
     """Removes and moves tokens in a layer, or in all layers of a cache. An error leaves all as it was."""
 
     _lock: LayerLock
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in cls.__dict__:
+            hints_keywords(cls)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            meant = OTHER_ATTRIBUTES.get(name)
+            hint = f": it is {meant} here" if meant else ""
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self
+            )
 
     @one_call_at_a_time
     def remove(

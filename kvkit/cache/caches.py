@@ -15,7 +15,7 @@ from kvkit.cache.layers.changes import all_layers
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.stores import allocation
 from kvkit.checks.values import integer
-from kvkit.errors import argument_error, describe
+from kvkit.errors import add_keyword_hint, argument_error, describe
 from kvkit.typed import Array, FilePath, Pair, States
 
 
@@ -101,7 +101,11 @@ class Cache(BaseCache):
         """
         with self._lock:
             layer = self._layer(layer_idx)
-            states = layer.update(key_states, value_states, cache_position, **options)
+            try:
+                states = layer.update(key_states, value_states, cache_position, **options)
+            except TypeError as error:
+                add_keyword_hint(error, layer.update, options)
+                raise
             if layer is not self._latest:
                 self._enter(layer, layer_idx)
             return states

@@ -5,11 +5,12 @@ import os
 from kvkit.cache import reading
 from kvkit.cache.caches import Cache
 from kvkit.cache.paged.cache import PagedCache
-from kvkit.errors import argument_error
+from kvkit.errors import argument_error, hints_keywords
 from kvkit.files import npz
 from kvkit.typed import FilePath
 
 
+@hints_keywords
 def load(path: FilePath) -> Cache | PagedCache:
     """Load into memory a cache that `Cache.save` or `PagedCache.save` wrote.
 
@@ -41,7 +42,7 @@ def load(path: FilePath) -> Cache | PagedCache:
     >>> again.get_seq_length(), bool((again.layers[0].keys == keys).all())
     (3, True)
     """
-    if os.path.isdir(path):
+    if isinstance(path, (str, os.PathLike)) and os.path.isdir(path):
         wanted = "a file of `save` (Cache.open opens a folder of `offload`)"
         raise argument_error("path", wanted, path, npz.FileError)
     contents = reading.read_file(path)

@@ -4,9 +4,10 @@ from kvkit.dynamic_batching.attention import multi_head_attention, multi_head_ca
 from kvkit.dynamic_batching.cache import key_value_cache
 from kvkit.dynamic_batching.planned import Plan, plan
 from kvkit.dynamic_batching.positions import alibi_mask, position_index, rotary_position_embedding
+from kvkit.runtime.lazy_imports import lazy_names
 
 __all__ = [
     "Plan", "alibi_mask", "key_value_cache", "multi_head_attention", "multi_head_cache_attention", "plan",
     "position_index", "rotary_position_embedding",
 ]  # fmt: skip
-__dir__ = __all__.copy  # modules are not listed
+__getattr__, __dir__ = lazy_names(__name__, {}, __all__)  # a wrong name is answered; modules are not listed

@@ -58,7 +58,9 @@ def read_entries(model: Any) -> Mapping[str, Any]:
             )
         raise no_such_file(path)
     path = path / "config.json" if path.is_dir() else path
-    if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+    if not path.exists():
+        raise no_such_file(path)
+    if not stat.S_ISREG(path.stat().st_mode):
         raise argument_error(str(path), "a regular file", "a pipe, device or socket")
     try:
         with path.open("rb") as file:
@@ -68,12 +70,15 @@ def read_entries(model: Any) -> Mapping[str, Any]:
             text = file.read(LONGEST_CONFIG + 1)
         if len(text) > LONGEST_CONFIG:
             raise ValueError(f"more than {LONGEST_CONFIG} bytes")
+        if not text:
+            raise ValueError("it is empty")
         config = json.loads(text)
     except KvkitError as error:
         raise KvkitError(f"{path}: {error}") from None
     except (ValueError, struct.error, RecursionError, OverflowError) as error:
         other = other_kind(path)
-        why = f": it is {other} (kvkit inspect prints its sizes)" if other else f": {brief(error)}"
+        cut = "it is cut short" if isinstance(error, struct.error) else brief(error)
+        why = f": it is {other} (kvkit inspect prints its sizes)" if other else f": {cut}"
         raise KvkitError(f"{path}: neither a config.json nor a GGUF file{why}") from None
     if not isinstance(config, dict):
         raise KvkitError(f"{path}: expected a config.json, got {type(config).__name__}")

@@ -92,6 +92,8 @@ def read(path: FilePath) -> Contents:
         return mlx.read(path, contents) if mlx.is_cache(contents) else contents
     if kind:
         raise file_error(path, *kind)
+    if not begin:
+        raise file_error(path, "it is empty")
     raise file_error(path, f"it begins with {brief(begin)}, like no kind of file that kvkit reads", READS)
 
 

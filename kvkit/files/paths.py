@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvkit.errors import argument_error, describe
 from kvkit.files import locks
 from kvkit.files.errors import FileError, file_error
 from kvkit.typed import FilePath
@@ -16,16 +17,26 @@ def no_such_file(path: FilePath, kind: str = "file") -> FileError:
     return file_error(path, f"no such {kind}", "check the name")
 
 
+def check_path(path: object) -> None:
+    """Refuse what is no path: for the system an integer is an open file."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise argument_error("path", "a path", describe(path))
+
+
 def check_source(path: FilePath) -> None:
     """Refuse a path without a file to read."""
+    check_path(path)
     if not os.path.exists(path):
         raise no_such_file(path)
+    if os.path.isdir(path):
+        raise file_error(path, "a folder", "give a file in it")
     if not os.path.isfile(path):
         raise file_error(path, "not a regular file", "give another name")
 
 
 def check_target(path: FilePath) -> None:
     """Refuse a path where no file can be made or replaced. Callers check before long work."""
+    check_path(path)
     target = Path(os.path.realpath(path))
     folder = path if os.path.islink(path) else Path(path).parent  # as the caller named it
     if not target.parent.is_dir():

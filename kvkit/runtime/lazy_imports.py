@@ -9,20 +9,29 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
+EMPTY: Mapping[str, str] = {}
+
+
+def folded(name: str) -> str:
+    """Return a name in lower case without underscores: ReshapeAndCache is like reshape_and_cache."""
+    return name.replace("_", "").lower()
+
 
 def lazy_names(
-    package: str, modules: Mapping[str, str], others: Iterable[str] = ()
+    package: str, modules: Mapping[str, str], others: Iterable[str] = (), deeper: Mapping[str, str] = EMPTY
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` of a package that imports names on first use.
 
     `modules` maps each name to the module that defines it, or that it names. `others` are further names of
-    the package, for `__dir__`.
+    the package, for `__dir__`. `deeper` are names that its modules have: {name: module}. An error proposes
+    what is like a wrong name, whatever its case and underscores.
     """
 
     def load(name: str) -> Any:
         if name not in modules:
-            known = {each.lower(): each for each in (*others, *modules)}
-            near = difflib.get_close_matches(name.lower(), known, 1)
+            known = {folded(each): each for each in (*others, *modules)}
+            known |= {folded(each): f"{deeper[each]}.{each}" for each in deeper}
+            near = difflib.get_close_matches(folded(name), known, 1)
             hint = f": did you mean {known[near[0]]!r}?" if near else ""
             raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
         module = import_module(modules[name])

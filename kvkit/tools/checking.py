@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.errors import argument_error
+from kvkit.errors import argument_error, hints_keywords
 from kvkit.interop import integers
 from kvkit.tools.case import Case
 from kvkit.tools.contents import Source
@@ -17,6 +17,7 @@ from kvkit.tools.rules import RULES, layouts, states
 from kvkit.tools.source import SLIDING
 
 
+@hints_keywords
 def check(
     source: Source,
     after: Source | None = None,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvkit.checks.values import finite_number, integer
-from kvkit.errors import KvkitError, argument_error, brief, printable
+from kvkit.errors import KvkitError, argument_error, brief, hints_keywords, printable
 from kvkit.interop import as_numpy
 from kvkit.layouts import Layout, tables
 from kvkit.tools import counting
@@ -142,6 +142,7 @@ class Difference:
         return "\n".join([*problems, *map(str, self.arrays), *map(str, self.causes), *notes])
 
 
+@hints_keywords
 def diff(
     a: Any,
     b: Any,

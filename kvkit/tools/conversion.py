@@ -12,7 +12,7 @@ import numpy as np
 
 from kvkit import files, layouts
 from kvkit.checks.latent import ds_v4_blocks, ds_v4_parts
-from kvkit.errors import argument_error, brief, printable
+from kvkit.errors import argument_error, brief, hints_keywords, printable
 from kvkit.files import Contents, Description, llama_writing
 from kvkit.files.contents import CACHE
 from kvkit.formats import BY_DTYPE, FLOATS
@@ -102,6 +102,7 @@ class Conversion:
         return "\n".join([text, *(f"note: {printable(note)}" for note in notes)])
 
 
+@hints_keywords
 def convert(
     source: Source,
     target: str | os.PathLike[str] | None,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvkit import layouts
-from kvkit.errors import KvkitError, argument_error, brief, printable
+from kvkit.errors import KvkitError, argument_error, brief, hints_keywords, printable
 from kvkit.files import Contents, Description
 from kvkit.files.members import is_extension_dtype
 from kvkit.layouts.tables import BlockTable
@@ -182,6 +182,7 @@ def in_brief(value: Any) -> str:
     return str(brief(", ".join(f"{name} {each}" for name, each in value.items()) if several else value, 200))
 
 
+@hints_keywords
 def inspect(source: Source, *, layout: str | None = None, sizes: Mapping[str, int] | None = None,
             stats: bool = False, layer: int | None = None, row: int | None = None,
             advance: Callable[[int], object] | None = None) -> Inspection:  # fmt: skip

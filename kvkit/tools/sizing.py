@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvkit.checks.values import integer
-from kvkit.errors import argument_error, describe
+from kvkit.errors import argument_error, describe, hints_keywords
 from kvkit.files.model_config import read_model
 from kvkit.formats.elements import BY_NAME, FLOATS
 from kvkit.formats.mixes import mix_named, mix_text, split_formats
@@ -168,6 +168,7 @@ class CacheSizes:
         return "\n\n".join(parts)
 
 
+@hints_keywords
 def size(
     model: Any,
     *,

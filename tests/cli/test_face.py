@@ -1,5 +1,6 @@
 """The public face: what dir() and help() show, what an import loads, and the types of what is there."""
 
+import importlib
 import inspect
 import json
 import os
@@ -7,7 +8,9 @@ import subprocess
 import sys
 import typing
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import kvkit
@@ -89,12 +92,86 @@ def test_rooms_load_when_they_are_used():
 
 
 NEAR = {"DynamcCache": "DynamicCache", "quantizedcache": "QuantizedCache", "RoPE": "Rope", "chek": "check"}
+NEAR |= {"KeyValueCache": "key_value_cache", "ReshapeAndCache": "kvkit.ascend.reshape_and_cache"}
+NEAR |= {"Static_Layer": "kvkit.cache.StaticLayer", "Cache": "kvkit.cache.Cache"}
 
 
 @pytest.mark.parametrize("name", NEAR)
 def test_a_wrong_name_is_answered_with_the_near_one(name):
     with pytest.raises(AttributeError, match=f"did you mean '{NEAR[name]}'"):
         getattr(kvkit, name)
+
+
+def test_names_of_specifications_are_answered_in_their_rooms():
+    for room, name, near in (
+        (kvkit.ascend, "ReshapeAndCache", "reshape_and_cache"),
+        (kvkit.dynamic_batching, "MultiHeadCacheAttention", "multi_head_cache_attention"),
+    ):
+        with pytest.raises(AttributeError, match=f"did you mean '{near}'"):
+            getattr(room, name)
+
+
+@pytest.mark.parametrize("name", kvkit.DEEPER)
+def test_deeper_names_are_where_the_error_says(name):
+    module = kvkit.DEEPER[name]
+    if module == "kvkit.integrations.transformers":
+        pytest.importorskip("transformers")
+    assert hasattr(importlib.import_module(module), name)
+
+
+def called_by_name(module: Any) -> list[Any]:
+    """Return the functions and classes of a module that take arguments by name, without those of results."""
+    found = [getattr(module, name) for name in module.__all__]
+    results = kvkit.PagedPlan, kvkit.dynamic_batching.Plan, kvkit.ascend.Slots, kvkit.ascend.CompressType
+    callables = [
+        each for each in found if callable(each) and each not in results and each is not kvkit.mla_scale
+    ]
+    return [each for each in callables if not isinstance(each, type) or not issubclass(each, Exception)]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *called_by_name(kvkit), *called_by_name(kvkit.ascend), *called_by_name(kvkit.dynamic_batching),
+        kvkit.cache.Cache, kvkit.cache.GatedDeltaLayer, kvkit.cache.QuantSpec, kvkit.cache.StaticLayer,
+    ], ids=lambda function: f"{function.__module__}.{function.__qualname__}",
+)  # fmt: skip
+def test_a_wrong_keyword_is_answered_with_the_near_one(function):
+    right = list(inspect.signature(function).parameters)[-1]
+    with pytest.raises(TypeError, match=f"(?i)did you mean '?{right}'?"):
+        function(**{f"{right}_": None})
+
+
+CACHE = kvkit.DynamicCache(1)
+OTHER_WORDS = {  # {a word of before, or of another library: (a call with it, the right one)}
+    "scale": (kvkit.paged_attention, "softmax_scale"), "seq_lens": (kvkit.paged_plan, "context_lens"),
+    "block_size": (kvkit.PagedCache, "page_size"), "page_size": (kvkit.ascend.slots, "block_size"),
+    "sliding_window": (kvkit.DynamicCache, "window"), "nbits": (kvkit.QuantizedCache, "format"),
+    "bits": (kvkit.cache.QuantSpec, "format"), "cache_kwargs": (CACHE.update, "cache_position"),
+    "heads": (kvkit.cache.GatedDeltaLayer, "num_heads"), "attention_mask": (CACHE.attend, "attn_mask"),
+    "max_length": (CACHE.crop, "length"), "offloading": (kvkit.StaticCache, "offload"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("word", OTHER_WORDS)
+def test_a_word_of_elsewhere_is_answered_with_kvkits(word):
+    call, right = OTHER_WORDS[word]
+    first = [np.ones((1, 2, 3, 8), np.float32)] * 2 + [0] if call == CACHE.update else []
+    first = [np.ones((1, 2, 3, 8), np.float32), 0] if call == CACHE.attend else first
+    with pytest.raises(TypeError, match=rf"\(did you mean {right}\?\)"):
+        call(*first, **{word: 1})
+
+
+def test_what_transformers_has_and_kvkit_says_otherwise():
+    with pytest.raises(TypeError, match=r"kvkit\.cache\.from_config\(config\)"):
+        kvkit.DynamicCache(config={})
+    for name, hint in ("max_cache_len", r": it is get_max_cache_shape\(\) here$"), ("zz", "$"):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'{hint}"):
+            getattr(kvkit.StaticCache(8), name)
+    with pytest.raises(kvkit.KvkitError, match=r"^cache_position: .* got dict of 1 elements"):
+        CACHE.update(*np.ones((2, 1, 2, 3, 8), np.float32), 0, {"cache_position": np.arange(3)})
+    with pytest.raises(kvkit.KvkitError, match=r"^offload: expected a folder .* got int 0"):
+        CACHE.offload(0)
 
 
 def test_caches_and_tools_are_at_hand():

@@ -612,7 +612,7 @@ def assert_refused(path, wrong):
 
 def test_no_file(path, tmp_path):
     assert_refused(path, "no such file")
-    assert_refused(tmp_path, "not a regular file")
+    assert_refused(tmp_path, "a folder: give a file in it")
     path.symlink_to(path)
     assert_refused(path, "no such file")
 

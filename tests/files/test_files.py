@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from kvkit import files
+import kvkit
+from kvkit import KvkitError, files
 from kvkit.files import Description, FileError, mapping, members, npz, pt, replace, tensors
 
 DTYPES = [np.dtype(kind) for kind in ("f4", "f2", "i1", "u1", "i8", ml_dtypes.bfloat16)]
@@ -200,8 +201,8 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, packag
 @pytest.mark.parametrize(
     ("data", "what"),
     [
-        (b"", "like no kind of file that kvkit reads: give .npz"),
-        (b"hello world", "like no kind of file"),
+        (b"", "it is empty: save or copy the file again"),
+        (b"hello world", "like no kind of file that kvkit reads: give .npz"),
         (b"GGUF\3\0\0\0" + bytes(99), "a GGUF file, a model's weights: kvkit takes"),
         (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j", "a pickle, as torch.save once wrote it: load it with torch"),
         (b"PK\x03\x04" + bytes(100), "not a zip archive, or cut short"),
@@ -371,3 +372,13 @@ def test_a_header_is_parsed_again_after_a_failure_by_chance(tmp_path, monkeypatc
 
     monkeypatch.setitem(members.READERS, (1, 0), parse_or_fail)
     assert files.read(tmp_path / "x.npy").arrays["cache"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("path", [0, None, 1.5, ["x.npz"]])
+@pytest.mark.parametrize(
+    "call", [files.read, kvkit.load, kvkit.inspect, lambda path: kvkit.DynamicCache(1).save(path)]
+)
+def test_what_is_no_path_is_refused(call, path):
+    """An integer would be an open file to the system: `load(0)` would read the keyboard."""
+    with pytest.raises(KvkitError, match=r"expected a path.*, got "):
+        call(path)

@@ -242,6 +242,11 @@ def test_names_of_models_are_read_as_people_write_them(tmp_path, monkeypatch):
         KvkitError, match=r"lama-3\.1-8: expected a file, a folder, or a model as llama-3.1-8b"
     ):
         size("lama-3.1-8")
+    with pytest.raises(KvkitError, match=r"config\.json: no such file: check the name"):
+        size(tmp_path)
+    (tmp_path / "empty.json").touch()
+    with pytest.raises(KvkitError, match=r"neither a config\.json nor a GGUF file: it is empty"):
+        size(tmp_path / "empty.json")
     with pytest.raises(KvkitError, match="no such file: check the name"):
         size("nothing.json")
     monkeypatch.chdir(tmp_path)  # a file of that name comes first

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NoReturn, cast
 
-from kvkit.errors import argument_error
+from kvkit.errors import argument_error, hints_keywords
 from kvkit.typed import Method
 
 
@@ -72,7 +72,7 @@ def all_layers(method: Method) -> Method:
                 go_back(before)
                 raise
 
-    return cast(Method, changing)
+    return cast(Method, hints_keywords(changing))
 
 
 class Before:
@@ -97,4 +97,5 @@ def go_back(before: Sequence[Before]) -> None:
         for counter, values in counted
         for name, value in zip(counter._attributes.names, values, strict=True)
     ]
-    any(map(setattr, *zip(*old, strict=True)))  # one call: no interrupt comes between two attributes
+    if old:  # a cache may have no layers yet
+        any(map(setattr, *zip(*old, strict=True)))  # one call: no interrupt comes between two attributes

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from kvkit.checks.values import finite_number, integer
-from kvkit.errors import argument_error, describe
+from kvkit.errors import argument_error, describe, hints_keywords
 from kvkit.formats import rotation_named
 from kvkit.formats.elements import BY_NAME, FLOATS, STORED
 from kvkit.formats.known import ALIASES
@@ -67,6 +67,7 @@ class CodeSpec:
         return float(codes + has_scales * head_dim * cell / spec.group)
 
 
+@hints_keywords
 @dataclass(frozen=True)
 class QuantSpec:
     """Says in which format a quantized layer stores keys or values.

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.errors import argument_error
+from kvkit.errors import argument_error, describe
 from kvkit.files.paths import name_in_errors
 from kvkit.runtime import arrays
 from kvkit.typed import Array, FilePath
@@ -32,6 +32,8 @@ class InFiles:
     def __init__(self, folder: FilePath) -> None:
         if os.name == "nt":
             raise argument_error("offload", "a system that can map files without names", "Windows")
+        if not isinstance(folder, (str, os.PathLike)):
+            raise argument_error("offload", "a folder for the files of the cache", describe(folder))
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
 

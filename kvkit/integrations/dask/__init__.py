@@ -4,7 +4,11 @@
 `kvkit.tools` to a cluster.
 """
 
-from kvkit.integrations.dask.arrays import attend
+try:
+    from kvkit.integrations.dask.arrays import attend
+except ModuleNotFoundError as error:
+    error.add_note("pip install '.[dask]' in a clone")
+    raise
 from kvkit.integrations.dask.tasks import mapper
 
 __all__ = ["attend", "mapper"]

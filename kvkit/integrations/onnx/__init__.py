@@ -6,7 +6,11 @@ and `pmx`, alone and with `.dynamic_batching`. All other nodes run as before. PM
 `cache` and `scale` in place.
 """
 
-from kvkit.integrations.onnx import pmx
+try:
+    from kvkit.integrations.onnx import pmx
+except ModuleNotFoundError as error:
+    error.add_note("pip install onnx")
+    raise
 from kvkit.integrations.onnx.attention import Attention
 from kvkit.integrations.onnx.recurrent import CausalConvWithState, LinearAttention
 from kvkit.integrations.onnx.tensor_scatter import TensorScatter

@@ -6,7 +6,11 @@ measures how quantization and eviction change a model's predictions. `compute_st
 states of a model (the gated delta rule) with kvkit.
 """
 
-from transformers import AttentionInterface, AttentionMaskInterface
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface
+except ModuleNotFoundError as error:
+    error.add_note("pip install '.[transformers]' in a clone")
+    raise
 
 from kvkit.integrations.transformers.attention import NAME, attention_forward
 from kvkit.integrations.transformers.cache import KvkitCache

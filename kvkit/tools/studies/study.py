@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.errors import KvkitError, argument_error
+from kvkit.errors import KvkitError, argument_error, hints_keywords
 from kvkit.rope import Rope
 from kvkit.tools.readers import CacheReader, LayerReader, open_cache
 from kvkit.tools.studies import evicting, measures, mixes, report
@@ -59,6 +59,7 @@ class Study(StudyRecord):
         return "\n\n".join(filter(None, parts))
 
 
+@hints_keywords
 def study(
     source: Any,
     schemes: str | Sequence[Any] | None = None,
