@@ -55,6 +55,7 @@ from kvkit_cli import clusters, complete, show, tool, watch
 )
 @click.option("--state-heads", metavar="KEY/VALUE", help="Heads of states, if they are tiled: 16/32.")
 @click.option("--layers", metavar="N,N:N,...", help="The layers to take, as 0,2,4:.")
+@click.option("--compress", metavar="zstd", help="Compress the arrays of a .npz file, without loss.")
 @click.option("--verify", is_flag=True, help="Read the result back and compare it with IN.")
 @click.option(
     "--axis", metavar="h|n", help="Join the heads, or tokens, of several IN, in order, into one OUT."
@@ -89,6 +90,7 @@ def convert(
     \b
     Examples:
       kvkit convert prompt.safetensors pool.npz --to vllm-lbnhc --page-size 16
+      kvkit convert pool.npz small.npz --to vllm-lbnhc --compress zstd
       kvkit convert pool.npz old.npz --from vllm-lbnhc --to vllm-flash-attention --verify
       kvkit convert slot.bin cache.safetensors --format float16 --rotation llama.cpp --model model.gguf
       kvkit convert slot.bin cache.npz --to hf --page-size longest --model model.gguf --rope-pairs halves
@@ -174,7 +176,7 @@ def convert_files(paths, target, keys, values, fused, model, axis, options, quie
             for path, status in mapped.items():
                 watch.refuse_changed(path, status)
             with show.progress(f"writing {target.name}", done.bytes, quiet) as advance:
-                done = write_conversion(target, done, advance)
+                done = write_conversion(target, done, advance, options["compress"])
     return replace(done, arrays={})
 
 

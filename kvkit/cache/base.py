@@ -593,8 +593,8 @@ class BaseCache(MovableTokens):
     # Files
 
     @abstractmethod
-    def save(self, path: FilePath) -> None:
-        """Write a .npz file that `load` reads, whole or not at all."""
+    def save(self, path: FilePath, *, compress: str | None = None) -> None:
+        """Write a .npz file that `load` reads, whole or not at all; ``compress="zstd"`` compresses it."""
 
     @abstractmethod
     def _lie_in(self, allocate: allocation.Allocate, only_non_sliding: bool) -> None:

@@ -391,12 +391,24 @@ class Cache(BaseCache):
         return tuple((layer.keys.copy(), layer.values.copy()) for layer in self.layers)
 
     @one_call_at_a_time
-    def save(self, path: FilePath) -> None:
+    def save(self, path: FilePath, *, compress: str | None = None) -> None:
         """Write a .npz file that `load` reads. An existing file stays intact until the new one is complete.
 
         Afterwards quantized layers attend to codes wherever they have them, as the loaded cache will.
+
+        Parameters
+        ----------
+        path : path
+        compress : {"zstd"}, optional
+            Compress the arrays without loss; this and `load` then need the extra ``zstd``. A compressed file
+            is unpacked into memory, where the arrays of another are mapped.
+
+        Raises
+        ------
+        KvkitError
+            If a layer cannot be saved, or the package zstandard is missing. Nothing has been written.
         """
-        saving.save(self, path)
+        saving.save(self, path, compress)
 
     @all_layers
     def _lie_in(self, allocate: allocation.Allocate, only_non_sliding: bool) -> None:

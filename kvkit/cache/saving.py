@@ -42,7 +42,7 @@ PAGED_ARRAYS = "cache", "scale"
 PLAIN, PAGED, LATENT = "l kv | b h n c", "| l kv b n h c", "| l 1 b n 1 c"  # layouts
 
 
-def save(cache: Any, path: FilePath) -> None:
+def save(cache: Any, path: FilePath, compress: str | None = None) -> None:
     """Write a `Cache` to a file."""
     layers: list[dict[str, Any]] = []
     arrays: dict[str, Array] = {}
@@ -54,10 +54,10 @@ def save(cache: Any, path: FilePath) -> None:
     plain = all(name.endswith((".keys", ".values")) for name in arrays)
     line = PLAIN if plain and len(arrays) == 2 * len(layers) > 0 else None
     version = MOVED_VERSION if any(layer._was_moved for layer in cache.layers) else VERSION
-    write_file(path, {"version": version, "layers": layers}, arrays, line)
+    write_file(path, {"version": version, "layers": layers}, arrays, line, compress)
 
 
-def save_paged(cache: Any, path: FilePath, sequences: Iterable[Any]) -> None:
+def save_paged(cache: Any, path: FilePath, sequences: Iterable[Any], compress: str | None = None) -> None:
     """Write a `PagedCache` to a file: its published blocks, its rows and these sequences."""
     allocator, rows = cache.blocks, cache.rows.sequences
     if allocator.open_step is not None:
@@ -87,7 +87,7 @@ def save_paged(cache: Any, path: FilePath, sequences: Iterable[Any]) -> None:
     about = {"arguments": cache._describe(), "rows": len(rows), "sequences": described}
     version = MOVED_VERSION if any(seq._intact is not None for seq in saved) else VERSION
     line = LATENT if cache.store.latent_dim else PAGED
-    write_file(path, {"version": version, "paged": about}, arrays, line)
+    write_file(path, {"version": version, "paged": about}, arrays, line, compress)
 
 
 def moves_of(seq: Any) -> dict[str, Any]:
@@ -99,12 +99,14 @@ def moves_of(seq: Any) -> dict[str, Any]:
 
 
 def write_file(
-    path: FilePath, about: Mapping[str, Any], arrays: Mapping[str, Array], line: str | None
-) -> None:
+    path: FilePath, about: Mapping[str, Any], arrays: Mapping[str, Array], line: str | None,
+    compress: str | None,
+) -> None:  # fmt: skip
     """Write a file with its description; `line` is the layout of its arrays, None if they have none."""
     about = {**about, "arrays": {name: array_form(array) for name, array in arrays.items()}}
     layout = {} if line is None else {"description": Description(line).to_dict()}
-    npz.write(path, arrays, layout | {"cache": about | {"fingerprint": hash_contents(about, arrays)}})
+    metadata = layout | {"cache": about | {"fingerprint": hash_contents(about, arrays)}}
+    npz.write(path, arrays, metadata, compress=compress)
 
 
 def array_form(array: Array) -> list[Any]:

@@ -4,9 +4,11 @@ import numpy as np
 
 from kvkit.checks.values import finite_number, integer, text
 from kvkit.eviction.arithmetic import checked_window, mean_of_groups, norms, pooled, protected, window_sums
-from kvkit.eviction.inputs import BLOCK_ELEMENTS, Inputs, softmax_in_place
+from kvkit.eviction.inputs import Inputs, softmax_in_place
 from kvkit.eviction.scorers import scorer
 from kvkit.typed import Array
+
+SEARCHED = 1024  # keys whose cosines are searched at once, for as many others
 
 
 @scorer("queries or weights")
@@ -67,19 +69,28 @@ def rkv(
 
 
 def mean_cosines(keys: Array, threshold: float) -> Array:
-    """Return the mean cosine of each key [S, D] with all keys as `rkv` defines it, float32 [S]."""
+    """Return the mean cosine of each key [S, D] with all keys as `rkv` defines it, float32 [S].
+
+    With u = k / |k|, the cosines of key i sum to u_i (sum of u). Without are u_i u_i, and u_i u_j for every
+    key j whose last alike key is i. These are searched from the end, where most keys have one.
+    """
     tokens = len(keys)
     units = keys / (norms(keys) + 1e-8)[:, None].astype(np.float32)
-    sums, size = np.zeros(tokens), max(1, BLOCK_ELEMENTS // tokens)
-    for first in range(0, tokens, size):
-        cosines = units[first : first + size] @ units.T  # [rows, S]
-        rows = np.arange(len(cosines))
-        cosines[rows, first + rows] = 0  # with itself
-        alike = cosines > threshold
-        last = np.where(alike.any(1), tokens - 1 - np.argmax(alike[:, ::-1], 1), 0)  # key 0 if none is alike
-        cosines[rows, last] = 0
-        sums += cosines.sum(0, dtype=np.float64)
-    return (sums / tokens).astype(np.float32)
+    last, open_rows = np.zeros(tokens, np.int64), np.arange(tokens)  # key 0 if none is alike
+    for end in range(tokens, 0, -SEARCHED):
+        begin, found = max(end - SEARCHED, 0), []
+        for first in range(0, len(open_rows), SEARCHED):
+            rows = open_rows[first : first + SEARCHED]
+            cosines = units[rows] @ units[begin:end].T  # [rows, keys]
+            own = np.flatnonzero((rows >= begin) & (rows < end))
+            cosines[own, rows[own] - begin] = 0  # with itself
+            hits = np.flatnonzero(cosines.max(1) > threshold)
+            last[rows[hits]] = end - 1 - np.argmax(cosines[hits, ::-1] > threshold, 1)
+            found.append(np.delete(rows, hits))
+        open_rows = np.concatenate(found) if found else open_rows
+    sums = units @ units.sum(0, dtype=np.float64) - np.square(units).sum(1, dtype=np.float64)
+    removed = np.einsum("sd,sd->s", units, units[last]) * (last != np.arange(tokens))
+    return ((sums - np.bincount(last, removed, tokens)) / tokens).astype(np.float32)
 
 
 @scorer("queries", scored="pages")

@@ -8,6 +8,8 @@ text (in the oldest files it is a plain member of that name):
     dtypes      {name: dtype}, because a .npy header cannot name bfloat16 and float8
     description             of a cache: see `kvkit.files.description`
     operator, attributes    the call that computed the arrays, in a file of results
+    forms       {name: [dtype, order, *shape]} of arrays that are zstd frames, see `kvkit.files.compression`;
+                then the version is 2
 
 numpy.load opens such a file. kvkit reads files of numpy.savez, too: a 2-byte void array is bfloat16.
 
@@ -19,6 +21,7 @@ equal bytes for equal arrays, and replaces an old file atomically.
 """
 
 import json
+import math
 import os
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
@@ -27,8 +30,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kvkit.checks.values import text as checked_text
 from kvkit.errors import brief
-from kvkit.files import description, file_kinds, members
+from kvkit.files import compression, description, file_kinds, members
 from kvkit.files.contents import Contents, notes_in
 from kvkit.files.errors import FileError, file_error, quoted, reading_errors
 from kvkit.files.mapping import MAX_COPIED
@@ -41,6 +45,8 @@ from kvkit.version import __version__
 __all__ = ["Contents", "FileError", "check_target", "keep_for_changes", "read", "write"]
 
 VERSION = 1
+COMPRESSED_VERSION = 2  # of files with compressed arrays
+FORMS, COMPRESSED = "forms", "compressed"  # in metadata; the second is for readers, of no file
 METADATA = "kvkit.json"
 METADATA_READERS = {METADATA: members.read_text, f"{METADATA}.npy": members.read_text_array}  # by member
 OUTDATED = f"save it again, without the array {METADATA} if others have changed"
@@ -79,11 +85,16 @@ def read(
                     short = name.removesuffix(".npy")
                     headers[short] = members.read_member_header(archive, info, dtypes.get(short))
             check_dtypes(path, dtypes, headers)
+            stored, packed = dict(headers), packed_headers(path, metadata, headers)
+            headers |= packed
             check(headers, metadata)
             to_map = file if mapped else None
-            for name, header in headers.items():
+            for name, header in stored.items():
                 with reading_errors(path, f"member {quoted(name + '.npy')} is damaged"):
-                    arrays[name] = members.read(archive, entries[f"{name}.npy"], to_map, header)
+                    array = members.read(archive, entries[f"{name}.npy"], to_map, header)
+                    arrays[name] = (
+                        compression.unpacked(path, array, packed[name]) if name in packed else array
+                    )
     described = description.parse_description(path, metadata.get("description"))
     return Contents(arrays, metadata, mapped, ".npz", described, notes_in(metadata))
 
@@ -111,9 +122,10 @@ def check_metadata(path: FilePath, metadata: Any) -> None:
     dtypes = metadata.get("dtypes", {}) if isinstance(metadata, dict) else None
     if not isinstance(dtypes, dict):
         raise file_error(path, f"{METADATA} or its dtypes are no object")
-    if metadata.get("version", VERSION) != VERSION:
-        found = brief(repr(metadata["version"]))
-        raise file_error(path, f"{METADATA} has version {found}, not {VERSION}", "update kvkit")
+    known = COMPRESSED_VERSION if metadata.get(FORMS) else VERSION
+    if metadata.get("version", VERSION) != known:
+        found = brief(repr(metadata.get("version")))
+        raise file_error(path, f"{METADATA} has version {found}, not {known}", "update kvkit")
 
 
 def check_dtypes(path: FilePath, dtypes: Mapping[str, str], headers: Mapping[str, ArrayHeader]) -> None:
@@ -125,14 +137,39 @@ def check_dtypes(path: FilePath, dtypes: Mapping[str, str], headers: Mapping[str
             raise file_error(path, f"{METADATA} says that {said}, but it is {found}", OUTDATED)
 
 
+def packed_headers(
+    path: FilePath, metadata: dict[str, Any], stored: Mapping[str, ArrayHeader]
+) -> dict[str, ArrayHeader]:
+    """Return the headers of compressed arrays; the metadata then says how large they are in the file."""
+    found: dict[str, ArrayHeader] = {}
+    forms = metadata.pop(FORMS, None) or {}
+    with reading_errors(path, f"the {FORMS} in {METADATA} are damaged"):
+        for name, form in forms.items():
+            if name not in stored or stored[name].dtype != np.uint8 or len(stored[name].shape) != 1:
+                raise ValueError(f"{brief(name)} is no array of bytes")
+            found[name] = compression.parse_form(form)
+    if found:
+        sizes = ({name: math.prod(each.shape) * each.dtype.itemsize for name, each in own.items()}
+                 for own in (stored, {**stored, **found}))  # fmt: skip
+        now, whole = (sum(own.values()) for own in sizes)
+        metadata[COMPRESSED] = f"zstd, {now:,} bytes for {whole:,}"
+    return found
+
+
 def write(
     path: FilePath,
     arrays: Mapping[str, ArrayLike],
     metadata: Mapping[str, Any] | None = None,
     advance: Callable[[int], object] = lambda count: None,
+    compress: str | None = None,
 ) -> None:
-    """Write arrays and metadata. An existing file stays intact until the new one is complete."""
+    """Write arrays and metadata, perhaps compressed with "zstd".
+
+    An existing file stays intact until the new one is complete.
+    """
     check_target(path)
+    if compress is not None:
+        checked_text("compress", compress, compression.COMPRESSIONS)
     whole = {name: np.asarray(array) for name, array in arrays.items()}
     if METADATA in whole:
         raise file_error(path, f"{METADATA} is the name of kvkit's metadata", "give that array another name")
@@ -145,6 +182,13 @@ def write(
             what = f"{name} has dtype {array.dtype}, which no .npz file can name"
             raise file_error(path, what, "convert it")
     about = {"version": VERSION, "producer": f"kvkit {__version__}", **(metadata or {})}
+    about.pop(COMPRESSED, None)
+    if compress is not None:
+        tried = {name: compression.frame_of(path, array) for name, array in whole.items()}
+        frames = {name: frame for name, frame in tried.items() if frame is not None}
+        about[FORMS] = {name: compression.make_form(whole[name]) for name in frames}
+        about["version"] = COMPRESSED_VERSION if about[FORMS] else about["version"]
+        whole |= frames
     about["dtypes"] = {name: array.dtype.name for name, array in whole.items()}
     text = json.dumps(about, indent=2) + "\n"
     if len(text) > members.TEXT_LIMIT:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kvkit.errors import brief
+from kvkit.errors import argument_error, brief
 from kvkit.files import file_kinds, llama, lmcache, mlx, npy, npz, pt, tensors
 from kvkit.files.contents import CACHE, Contents, flat
 from kvkit.files.description import Description
@@ -113,6 +113,7 @@ def write(
     *,
     metadata: Mapping[str, Any] | None = None,
     advance: Callable[[int], object] | None = None,
+    compress: str | None = None,
 ) -> None:
     """Write arrays to a .npz, .npy or .safetensors file. An existing file is replaced in one step.
 
@@ -130,6 +131,8 @@ def write(
         Other metadata to store, as JSON.
     advance : callable, optional
         A function that is called with the number of bytes of each part that has been written.
+    compress : {"zstd"}, optional
+        Compress the arrays of a .npz file without loss (the extra ``zstd``). `read` unpacks them.
 
     Raises
     ------
@@ -155,8 +158,10 @@ def write(
         about["description"] = description.to_dict()
     advance = advance or (lambda count: None)
     suffix = Path(path).suffix
+    if compress is not None and suffix != ".npz":
+        raise argument_error("compress", "a .npz file, the only kind whose arrays are compressed", suffix)
     if suffix == ".npz":
-        npz.write(path, whole, about, advance)
+        npz.write(path, whole, about, advance, compress)
     elif suffix == ".npy":
         npy.write(path, whole, advance)
     elif suffix == ".safetensors" and description is not None and description.layout in mlx.LAYOUTS:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from kvkit.formats.elements import E4M3, Element
-from kvkit.formats.known import VLLM, Format
+from kvkit.formats.known import IQ4, VLLM, Format
 from kvkit.typed import Array
 
 ScaledGroups = tuple[Array, Array, Array | None]  # ratio, scale, offset
@@ -111,10 +111,11 @@ def ggml_searched(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any)
     top = np.take_along_axis(x, np.abs(x).argmax(-1)[..., None], -1)
     best_gain = np.full_like(top, -1)
     scale = np.full_like(top, np.inf)  # makes all codes 0; it stays if all gains are NaN
-    w = x * x
+    w, inverse_top = x * x, inverse(top)
     for end in (-table[0], *(table[0] + np.float32(step) for step in range(-7, 8))):
-        c = table[nearest_codes(x * (end * inverse(top)), table)]
-        wcx, wcc = ((w * c * other).sum(-1, keepdims=True) for other in (x, c))
+        c = table[nearest_codes(x * (end * inverse_top), table)]
+        wc = w * c
+        wcx, wcc = ((wc * other).sum(-1, keepdims=True) for other in (x, c))
         gain = wcx * wcx * inverse(wcc)
         better = gain > best_gain
         best_gain, scale = np.where(better, gain, best_gain), np.where(better, wcx * inverse(wcc), scale)
@@ -259,7 +260,30 @@ SCALE_RULES = {
 
 
 def nearest_codes(x: Array, table: Array, upper: bool = False) -> Array:
-    """Return the index of the table entry nearest to each x; ties take the lower, or higher if `upper`."""
+    """Return the index of the table entry nearest to each x; ties take the lower, or higher if `upper`.
+
+    Ties of the integers of `IQ4` are multiples of 1/2, so all numbers between two multiples have the code of
+    one of them: of the lower one if ties take the higher code. A table has these codes.
+    """
+    if len(table) == len(IQ4.table) and np.array_equal(table, IQ4.table):
+        doubled = np.multiply(x, 2, dtype=np.float32)
+        (np.floor if upper else np.ceil)(doubled, out=doubled)
+        np.fmax(np.fmin(doubled, 2 * table[-1], out=doubled), 2 * table[0], out=doubled)  # NaN: the last code
+        doubled -= 2 * table[0]
+        return codes_of_halves(upper)[doubled.astype(np.int16)]
+    return codes_by_distance(x, table, upper)
+
+
+@cache
+def codes_of_halves(upper: bool) -> Array:
+    """Return the code of IQ4 nearest to each multiple of 1/2, from its first number to the last."""
+    table = IQ4.table
+    halves = np.arange(2 * table[0], 2 * table[-1] + 1, dtype=np.float32) / 2
+    return codes_by_distance(halves, table, upper).astype(np.uint8)
+
+
+def codes_by_distance(x: Array, table: Array, upper: bool) -> Array:
+    """Return the codes of `nearest_codes` by the distances to both neighbours."""
     ascending, codes = np.unique(table, return_index=True)  # if +0 and -0 have codes, the first of them
     right = np.searchsorted(ascending, x).clip(1, len(ascending) - 1)
     to_low, to_high = x - ascending[right - 1], ascending[right] - x  # the distances to both neighbours

@@ -122,6 +122,7 @@ def convert(
     from_states: str | None = None,
     state_heads: str | tuple[int, int] | None = None,
     verify: bool = False,
+    compress: str | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> Conversion:
     """Move a cache from one layout to another, bit for bit, with its tables; or convert it to another format.
@@ -171,6 +172,8 @@ def convert(
         The heads of keys and of values, such as "16/32", if heads are tiled or rows have those of all heads.
     verify : bool
         Whether to read the result again and compare it with the source.
+    compress : {"zstd"}, optional
+        Compress the arrays of a .npz file without loss (the extra ``zstd``).
     progress : callable, optional
         A function that is called with (bytes done, all bytes).
 
@@ -198,7 +201,7 @@ def convert(
     if order is not None:
         source, state_bytes = order.moved(contents_of(source))
         if to_layout is None and format is None:
-            return states_alone(source, target, order, state_bytes)
+            return states_alone(source, target, order, state_bytes, compress)
     if (to_layout is None) == (format is None):
         got = "neither" if to_layout is None else f"both, {to_layout} and {format}"
         raise argument_error("to_layout", "a layout, or a format instead", got)
@@ -215,7 +218,9 @@ def convert(
                 instead = " (kvkit study measures its error)" if name == "verify" else ""
                 wanted = f"none with a format, for which rows do not move{instead}"
                 raise argument_error(name, wanted, brief(extra))
-        result = to_new_format(opened, target, format or "", from_format, rotation, pairs, progress)
+        result = to_new_format(
+            opened, target, format or "", from_format, rotation, pairs, progress, compress=compress
+        )
         return replace(result, states=states)
     if rotation is not None:
         raise argument_error("rotation", "a format with it, as codes are decoded to undo it", "to_layout")
@@ -241,31 +246,33 @@ def convert(
     facts = arrays, descriptions[CACHE], str(opened.layout), total, verify
     notes = *opened.guess, *(note_on_pages(opened, to_layout) if page_size is None else ())
     result = Conversion(*facts, metadata=metadata, notes=notes, states=states)
-    return result if target is None else write_conversion(target, result)
+    return result if target is None else write_conversion(target, result, compress=compress)
 
 
 def states_alone(
-    contents: Contents, target: str | os.PathLike[str] | None, order: StateOrder, count: int
-) -> Conversion:
+    contents: Contents, target: str | os.PathLike[str] | None, order: StateOrder, count: int,
+    compress: str | None,
+) -> Conversion:  # fmt: skip
     """Return, and write to `target`, contents of which only the order of states has changed."""
     facts = dict(contents.arrays), contents.description, order.before, count, False
     result = Conversion(*facts, states=order.target)
-    return result if target is None else write_conversion(target, result)
+    return result if target is None else write_conversion(target, result, compress=compress)
 
 
 def to_new_format(
     source: CacheSource, target: str | os.PathLike[str] | None, format: str, from_format: str | None,
     rotation: str | None, pairs: PairOrder | None, progress: Callable[[int, int], object] | None,
+    compress: str | None,
 ) -> Conversion:  # fmt: skip
     """Convert the numbers of a cache to a format, and write it."""
     to_state = target is not None and is_state_name(target)
     if to_state and format not in [str(one) for one in FLOATS]:
         raise argument_error("format", "floats, for a state of llama.cpp, which rotates codes", format)
     file = None if to_state else target
-    made = recoding.recode(source, file, format, from_format, rotation, pairs, progress)
+    made = recoding.recode(source, file, format, from_format, rotation, pairs, progress, compress=compress)
     facts = made.description, str(source.layout or LINE), made.bytes, False, made.before
     result = Conversion(made.arrays, *facts, metadata=made.metadata, notes=source.guess)
-    return write_conversion(target, result) if target is not None and to_state else result
+    return write_conversion(target, result, compress=compress) if target is not None and to_state else result
 
 
 def with_sides(source: CacheSource, to_layout: str) -> str:
@@ -299,17 +306,24 @@ def is_state_name(path: str | os.PathLike[str]) -> bool:
 
 
 def write_conversion(
-    path: str | os.PathLike[str], result: Conversion, advance: Callable[[int], object] | None = None
-) -> Conversion:
+    path: str | os.PathLike[str], result: Conversion, advance: Callable[[int], object] | None = None,
+    compress: str | None = None,
+) -> Conversion:  # fmt: skip
     """Write a converted cache to a file of the kind of its suffix; note what such a file cannot hold."""
     if is_state_name(path):
+        if compress is not None:
+            wanted = "a .npz file, the only kind whose arrays are compressed"
+            raise argument_error("compress", wanted, llama_writing.SUFFIX)
         state = llama_states.make_state(result.arrays, result.description, result.metadata)
         llama_writing.write(path, state)
         whole = CacheSource(Contents(files.flat(result.arrays), {}, description=result.description))
         lost = (note.replace("not read", "not written") for note in whole.unread(("token_ids",)))
         result = replace(result, notes=(*result.notes, *lost))
     else:
-        files.write(path, result.arrays, result.description, metadata=result.metadata, advance=advance)
+        files.write(
+            path, result.arrays, result.description, metadata=result.metadata, advance=advance,
+            compress=compress,
+        )  # fmt: skip
     return result
 
 

@@ -40,7 +40,7 @@ class Recoded:
 def recode(
     source: CacheSource, target: str | os.PathLike[str] | None, format: str, from_format: str | None = None,
     rotation: str | None = None, pairs: PairOrder | None = None,
-    progress: Callable[[int, int], object] | None = None,
+    progress: Callable[[int, int], object] | None = None, compress: str | None = None,
 ) -> Recoded:  # fmt: skip
     """Convert the caches of a file to a format; perhaps undo a rotation, and reorder elements of keys."""
     floats = format in map(str, FLOATS)
@@ -83,7 +83,7 @@ def recode(
             new_arrays |= in_file(name, each.other_arrays((CACHE, *each.scales), tables=False))
     metadata = source.carried_metadata(described.get(SLIDING), rotation)
     if target is not None:
-        files.write(target, new_arrays, described[CACHE], metadata=metadata)
+        files.write(target, new_arrays, described[CACHE], metadata=metadata, compress=compress)
         new_arrays = {}
     return Recoded(new_arrays, described[CACHE], metadata, before, size)
 

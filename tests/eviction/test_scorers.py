@@ -247,8 +247,8 @@ def test_blocks_of_queries_change_nothing(name, monkeypatch):
     arrays.pop("weights", None)
     arrays["queries"] = np.random.default_rng(1).standard_normal((3, 4, 70, 8)).astype(np.float32)
     whole = eviction.scores(name, keys, **arrays, **options)
-    for module in (eviction.inputs, eviction.by_queries):
-        monkeypatch.setattr(module, "BLOCK_ELEMENTS", 300)
+    monkeypatch.setattr(eviction.inputs, "BLOCK_ELEMENTS", 300)
+    monkeypatch.setattr(eviction.by_queries, "SEARCHED", 16)
     np.testing.assert_allclose(eviction.scores(name, keys, **arrays, **options), whole, rtol=1e-5, atol=1e-7)
 
 

@@ -9,7 +9,7 @@ import quantized_cache_reference as own
 
 from kvkit import KvkitError, formats
 from kvkit.cache import QuantizedCache, QuantSpec
-from kvkit.formats import NAMED, decode, encode
+from kvkit.formats import NAMED, decode, encode, scales
 from kvkit.formats.elements import STORED
 from kvkit.reference import formats as oracle
 from kvkit.reference import latent as oracle_latent
@@ -368,3 +368,15 @@ def test_the_zero_point_is_no_part_of_the_scale(rng):
     np.testing.assert_array_equal(decode(rows, "int4_token_head"), (codes - zero) * scale)
     assert len(np.unique(zero)) > 1
     assert np.abs(decode(rows, "int4_token_head") - x).max() < scale.max()
+
+
+def test_nearest_iq4_codes_around_ties(rng):
+    """The table of halves finds the codes of the distances, at ties and one bit beside them."""
+    table = scales.IQ4.table
+    ties = ((table[1:] + table[:-1]) / 2).astype(F32)
+    beside = [np.nextafter(ties, F32(end)) for end in (-np.inf, np.inf)]
+    odd = np.array([np.nan, np.inf, -np.inf, 1e38, -1e38, 0.0, -0.0], F32)
+    x = np.concatenate([table, ties, *beside, odd, rng.uniform(-140, 130, 20_000).astype(F32)])
+    for upper in (False, True):
+        expected = scales.codes_by_distance(x, table, upper)
+        np.testing.assert_array_equal(scales.nearest_codes(x, table, upper), expected)

@@ -670,7 +670,9 @@ class PagedCache(BaseCache):
         return sizes | formats | ropes | {name: getattr(store.arguments, name) for name in names}
 
     @one_call_at_a_time
-    def save(self, path: FilePath, sequences: Iterable[Sequence] = ()) -> None:
+    def save(
+        self, path: FilePath, sequences: Iterable[Sequence] = (), *, compress: str | None = None
+    ) -> None:
         """Write a .npz file that `load` reads. An existing file stays intact until the new one is complete.
 
         The file has all published prefixes, the rows of the batch, and `sequences`. In the loaded cache
@@ -681,12 +683,14 @@ class PagedCache(BaseCache):
         path : path
         sequences : iterable of Sequence
             Sequences that are in no open step.
+        compress : {"zstd"}, optional
+            Compress the arrays without loss; this and `load` then need the extra ``zstd``.
         """
         self._guard.check()
         if self.others:
             wanted = "layers that all have blocks (or a cache of another kind)"
             raise argument_error("cache", wanted, describe(next(iter(self.others.values()))))
-        saving.save_paged(self, path, sequences)
+        saving.save_paged(self, path, sequences, compress)
 
     def _lie_in(self, allocate: allocation.Allocate, only_non_sliding: bool) -> None:
         if self.blocks.open_step is not None:

@@ -385,9 +385,9 @@ class PagedCompressedCache:
         """Return a copy of a sequence as a `Cache` of compressed layers, which `add` takes."""
         return Cache([self.layer_of(seq, i) for i in range(len(self.layers))])
 
-    def save(self, path: FilePath, seq: Sequence) -> None:
+    def save(self, path: FilePath, seq: Sequence, *, compress: str | None = None) -> None:
         """Write a .npz file of one sequence, which ``add(kvkit.cache.load(path))`` reads."""
-        self.extract(seq).save(path)
+        self.extract(seq).save(path, compress=compress)
 
 
 class CompressedStep:

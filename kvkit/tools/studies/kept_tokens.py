@@ -61,7 +61,8 @@ def attend_exactly(keys: Array, values: Array, query: Array) -> ExactAttention:
     sums = weights.sum(1, dtype=np.float64)
     weights /= sums[:, None].astype(np.float32)
     output = np.concatenate([weighted(*pair)[None] for pair in zip(weights, values, strict=True)])
-    return ExactAttention(rows, last, weights, most + np.log(sums), weights.argmax(1), output)
+    top = np.ascontiguousarray(weights.swapaxes(1, 2)).argmax(-1)  # along an inner axis argmax is slow
+    return ExactAttention(rows, last, weights, most + np.log(sums), top, output)
 
 
 def hide(scores: Array, tokens: Array, last: Array, value: float = -np.inf) -> None:

@@ -365,10 +365,12 @@ class AttentionSums:
     def by_head(self) -> Iterator[dict[str, Any]]:
         """Yield {measure: mean} of each head; of outputs the relative error.
 
-        "halves" has this error for both halves of the tokens whose queries judge; one token has none.
+        "halves" has this error for both halves of the sequences, which share no keys, or of the judging
+        tokens of a single sequence; one token has none.
         """
         by_token = np.concatenate(self.by_token, 2)
-        middle = by_token.shape[2] // 2
+        first = self.by_token[: len(self.by_token) // 2]
+        middle = sum(each.shape[2] for each in first) or by_token.shape[2] // 2
         halves = np.stack([by_token[..., part].sum(2) for part in (slice(middle), slice(middle, None))], 2)
         (norms, of_halves) = by_token[1].sum(1), relative(*halves)
         for h, norm in enumerate(norms):
