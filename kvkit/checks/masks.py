@@ -17,11 +17,13 @@ def static_mask(
 ) -> MaskPlace:  # fmt: skip
     """Check a mask [B, num_heads, S, kvlen or more], which may lack leading axes; return its place.
 
-    `one_column` says whether one column for all keys is legal.
+    A mask without elements is none, as PMX's reference has it. `one_column` says whether one column for all
+    keys is legal.
     """
-    if mask is None:
+    if mask is not None:
+        check_mask_type(fmt, mask)
+    if mask is None or not mask.size:
         return NO_MASK
-    check_mask_type(fmt, mask)
     legal = (batch, num_heads, seqlen)[max(0, 4 - mask.ndim) :]
     fits = 2 <= mask.ndim <= 4 and (mask.shape[-1] >= kvlen or (one_column and mask.shape[-1] == 1))
     if not fits or any(size not in (1, want) for size, want in zip(mask.shape[:-1], legal, strict=True)):
@@ -36,11 +38,13 @@ def dynamic_mask(
 ) -> MaskPlace:
     """Check a mask [tokens, keys or more], perhaps with a first axis of heads; return its place.
 
-    `one_column` says whether one column for all keys is legal.
+    A mask without elements is none, as PMX's reference has it. `one_column` says whether one column for all
+    keys is legal.
     """
-    if mask is None:
+    if mask is not None:
+        check_mask_type(fmt, mask)
+    if mask is None or not mask.size:
         return NO_MASK
-    check_mask_type(fmt, mask)
     width = mask.shape[-1] if mask.ndim else 0
     fits = mask.ndim in (2, 3) and mask.shape[-2] == tokens and (width >= keys or (one_column and width == 1))
     if not fits or (mask.ndim == 3 and mask.shape[0] not in (1, num_heads)):
@@ -70,8 +74,6 @@ def check_mask_type(fmt: Element, mask: Array, name: str = "attn_mask") -> None:
 
 def mask_place(mask: Array, strides: Sequence[int], packed: int) -> MaskPlace:
     """Return the place of a mask with these strides (sequence, head, row, column)."""
-    if not mask.size:
-        return NO_MASK
     name = "bool" if mask.dtype == np.bool_ else BY_DTYPE[mask.dtype].name
     sequence, head, row, column = strides
     return MaskPlace(mask.ctypes.data, MASKS[name], sequence, head, row, column, packed=packed)
