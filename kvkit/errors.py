@@ -3,6 +3,7 @@
 import difflib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -46,6 +47,27 @@ LIKE_CACHES, LIKE_OPERATORS = (
         ("[batch, tokens, heads, dim]", "operators"),
     )
 )
+
+
+def in_other_order(
+    shape: tuple[int, ...],
+    wanted: tuple[int | None, ...],
+    axes: tuple[str, ...] = ("batch", "tokens", "heads", "dim"),
+) -> str:
+    """Name both orders if two exchanged axes make the wanted shape (None fits any size); else return ""."""
+    axes, count = axes[-len(wanted) :], len(wanted)
+
+    def fits(sizes: Iterable[int]) -> bool:
+        return all(size == want or want is None for size, want in zip(sizes, wanted, strict=True))
+
+    for i, j in sorted(itertools.combinations(range(count), 2), key=lambda pair: pair[1] - pair[0]):
+        order = [*range(count)]
+        order[i], order[j] = j, i
+        if len(shape) == count and not fits(shape) and fits(shape[k] for k in order):
+            looks, takes = (", ".join(names) for names in ([axes[k] for k in order], axes))
+            turn = f"swapaxes({i - count}, {j - count}) exchanges the two"
+            return f"; these look like [{looks}], expected is [{takes}]: {turn}"
+    return ""
 
 
 def printable(text: object) -> str:

@@ -24,7 +24,7 @@ from kvkit.checks.values import (
     named_arrays,
     one_piece,
 )
-from kvkit.errors import LIKE_CACHES, argument_error, describe
+from kvkit.errors import LIKE_CACHES, argument_error, describe, in_other_order
 from kvkit.formats.elements import BY_NAME, FLOATS, Element
 from kvkit.typed import Array
 
@@ -145,7 +145,8 @@ def check_queries(
         raise argument_error("num_kv_heads", f"a divisor of the {num_heads} query heads", kv_heads)
     if query.shape[-2:] != (num_heads, head_dim):
         sizes = f"{num_heads} heads of {head_dim} elements (num_heads, head_dim)"
-        raise argument_error("query", sizes, f"shape {query.shape}")
+        hint = in_other_order(query.shape, (*[None] * (ndim - 2), num_heads, head_dim))
+        raise argument_error("query", sizes, f"shape {query.shape}{hint}")
     return fmt, one_piece(query), kv_heads
 
 
@@ -159,9 +160,13 @@ def check_keys_and_values(
     free = (key.shape[i] if size is None else size for i, size in enumerate(outer))
     wanted = (*free, kv_heads, head_dim)
     if key.shape != wanted:
-        raise argument_error("key", f"shape {wanted}", f"{key.shape}{grouped_heads(key.shape, wanted)}")
+        hint = grouped_heads(key.shape, wanted) or in_other_order(key.shape, (*outer, kv_heads, head_dim))
+        raise argument_error("key", f"shape {wanted}", f"{key.shape}{hint}")
     if value.shape[:-1] != wanted[:-1] or value.shape[-1] < 1:
-        raise argument_error("value", f"the shape of key, {wanted}, or another last axis", value.shape)
+        hint = in_other_order(value.shape, wanted)
+        raise argument_error(
+            "value", f"the shape of key, {wanted}, or another last axis", f"{value.shape}{hint}"
+        )
     return key, value
 
 

@@ -16,7 +16,7 @@ from kvkit.checks import attention, index_tensors, masks
 from kvkit.checks.arguments import Scoring, StepArguments
 from kvkit.checks.records import StepIndex
 from kvkit.checks.values import check_new_tokens, checked_format, integer, named_arrays, one_piece
-from kvkit.errors import argument_error
+from kvkit.errors import argument_error, in_other_order
 from kvkit.runtime.arrays import addresses_of
 from kvkit.typed import Array, Attended, Pair
 
@@ -254,7 +254,8 @@ class PagedStep:
             raise argument_error("current_key", f"dtype {store.format}, that of the cache", fmt)
         shape = self._step_index.tokens, store.heads, store.value_dim
         if current_key.shape != shape:
-            raise argument_error("current_key", f"shape {shape}", current_key.shape)
+            hint = in_other_order(current_key.shape, shape)
+            raise argument_error("current_key", f"shape {shape}", f"{current_key.shape}{hint}")
         store.check_apart(layer_idx, {"current_key": current_key, "current_value": current_value})
         return store.rows_of(current_key, current_value)
 
