@@ -4,11 +4,12 @@ import difflib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
+CACHE_AXES = "batch", "heads", "tokens", "dim"
 Called = TypeVar("Called", bound=Callable[..., Any])  # a decorator returns the type of what it decorates
 
 
@@ -39,34 +40,44 @@ def argument_error(
     return error(f"{name}: expected {expected}, got {got}")
 
 
-# What an error says of arrays with heads and tokens in the other order.
-LIKE_CACHES, LIKE_OPERATORS = (
-    f"; these look like {axes}, which {who} take: swapaxes(1, 2) exchanges the two"
-    for axes, who in (
-        ("[batch, heads, tokens, dim]", "caches"),
-        ("[batch, tokens, heads, dim]", "operators"),
-    )
-)
+def exchanged(axes: Sequence[str], i: int, j: int, names: str = "these") -> str:
+    """Return what an error says of arrays that have axes i and j the other way round."""
+    order = [*axes]
+    order[i], order[j] = axes[j], axes[i]
+    who, verb = "", "look" if names == "these" or " and " in names else "looks"
+    if len(axes) == 4 and (i, j) == (1, 2) and "heads" in axes[2]:
+        who = ", which caches take"
+    elif [*axes] == [*CACHE_AXES] and (i, j) == (1, 2):
+        who = ", which operators take"
+    given, wanted = ", ".join(order), ", ".join(axes)
+    turn = f"swapaxes({i}, {j}) exchanges the two"
+    return f"; {names} {verb} like [{given}]{who}, expected is [{wanted}]: {turn}"
+
+
+def multiples(size: int) -> range:
+    """Return sizes of an axis for `in_other_order`: query heads for so many key heads."""
+    return range(size, 1 << 31, size)
 
 
 def in_other_order(
-    shape: tuple[int, ...],
-    wanted: tuple[int | None, ...],
-    axes: tuple[str, ...] = ("batch", "tokens", "heads", "dim"),
+    shape: tuple[int, ...], wanted: Sequence[int | range | None], axes: Sequence[str] = CACHE_AXES
 ) -> str:
-    """Name both orders if two exchanged axes make the wanted shape (None fits any size); else return ""."""
-    axes, count = axes[-len(wanted) :], len(wanted)
+    """Return what an error says if two exchanged axes make the wanted shape, where None fits any size."""
 
     def fits(sizes: Iterable[int]) -> bool:
-        return all(size == want or want is None for size, want in zip(sizes, wanted, strict=True))
+        return all(
+            want is None or (size in want if isinstance(want, range) else size == want)
+            for size, want in zip(sizes, wanted, strict=True)
+        )
 
-    for i, j in sorted(itertools.combinations(range(count), 2), key=lambda pair: pair[1] - pair[0]):
-        order = [*range(count)]
-        order[i], order[j] = j, i
-        if len(shape) == count and not fits(shape) and fits(shape[k] for k in order):
-            looks, takes = (", ".join(names) for names in ([axes[k] for k in order], axes))
-            turn = f"swapaxes({i - count}, {j - count}) exchanges the two"
-            return f"; these look like [{looks}], expected is [{takes}]: {turn}"
+    pairs = (
+        itertools.combinations(range(len(wanted)), 2) if len(shape) == len(wanted) and not fits(shape) else ()
+    )
+    for i, j in sorted(pairs, key=lambda pair: pair[1] - pair[0]):
+        order = [*shape]
+        order[i], order[j] = shape[j], shape[i]
+        if fits(order):
+            return exchanged(axes[-len(wanted) :], i, j)
     return ""
 
 

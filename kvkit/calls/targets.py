@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
+from kvkit.calls.axes import explained
 from kvkit.calls.steps import run_in_cache
 from kvkit.checks.arguments import CacheAttention, CacheTransfer, PoolAttention, PoolTransfer, StepArguments
 from kvkit.checks.attention import checked_cache_attention
@@ -17,6 +18,7 @@ from kvkit.checks.contexts import Contexts
 from kvkit.checks.index_tensors import Packed, Static, packed_in_cache
 from kvkit.checks.key_value_cache import checked_key_value_cache
 from kvkit.checks.paged import checked_append, checked_paged_attention
+from kvkit.errors import KvkitError
 from kvkit.interop import returns_input_kind
 from kvkit.runtime.repeats import repeatable
 
@@ -98,11 +100,21 @@ def repeated_operator(function: Callable[Concatenate[CallTarget, P], Result]) ->
 
 def on_cpu(function: Callable[Concatenate[CallTarget, P], Result]) -> Callable[P, Result]:
     """Bind the CPU to the first argument, which signatures and annotations then lack."""
-    bound: Any = functools.update_wrapper(functools.partial(function, CPU), function)
+    passes = functools.partial(checks_pass, function)
+    bound: Any = functools.update_wrapper(functools.partial(explained(function, passes), CPU), function)
     bound.__annotations__ = {name: kind for name, kind in function.__annotations__.items() if name != "on"}
     bound.__globals__ = function.__globals__  # in which `typing.get_type_hints` reads them
     del bound.__wrapped__
     return cast(Callable[P, Result], bound)
+
+
+def checks_pass(function: Callable[..., object], values: Mapping[str, Any]) -> bool:
+    """Return whether an operator's `def` accepts these arguments."""
+    try:
+        Checks().call(function, values)
+    except KvkitError:
+        return False
+    return True
 
 
 def definition(operator: Callable[..., Any]) -> Callable[..., Any]:

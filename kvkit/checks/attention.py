@@ -24,7 +24,7 @@ from kvkit.checks.values import (
     named_arrays,
     one_piece,
 )
-from kvkit.errors import LIKE_CACHES, argument_error, describe, in_other_order
+from kvkit.errors import argument_error, describe
 from kvkit.formats.elements import BY_NAME, FLOATS, Element
 from kvkit.typed import Array
 
@@ -72,7 +72,7 @@ def checked_attention(call: KeyAttention, sequences: Sequences = STATIC) -> Atte
     outer, scoring = sequences.key_axes(query), call.scoring
     if not call.heads[0] and looks_swapped(query.shape, call.key):
         wanted = "[batch, tokens, heads, dim], with as many tokens as query or more"
-        raise argument_error("key", wanted, f"{call.key.shape} beside {query.shape}{LIKE_CACHES}")
+        raise argument_error("key", wanted, f"{call.key.shape} beside {query.shape}")
     key, value = check_keys_and_values(fmt, call.key, call.value, outer, kv_heads, query.shape[-1])
     key, value = (np.ascontiguousarray(x) if is_broadcast(x) else x for x in (key, value))
     steps = sequences.over_keys(query, key)
@@ -145,8 +145,7 @@ def check_queries(
         raise argument_error("num_kv_heads", f"a divisor of the {num_heads} query heads", kv_heads)
     if query.shape[-2:] != (num_heads, head_dim):
         sizes = f"{num_heads} heads of {head_dim} elements (num_heads, head_dim)"
-        hint = in_other_order(query.shape, (*[None] * (ndim - 2), num_heads, head_dim))
-        raise argument_error("query", sizes, f"shape {query.shape}{hint}")
+        raise argument_error("query", sizes, f"shape {query.shape}")
     return fmt, one_piece(query), kv_heads
 
 
@@ -160,13 +159,9 @@ def check_keys_and_values(
     free = (key.shape[i] if size is None else size for i, size in enumerate(outer))
     wanted = (*free, kv_heads, head_dim)
     if key.shape != wanted:
-        hint = grouped_heads(key.shape, wanted) or in_other_order(key.shape, (*outer, kv_heads, head_dim))
-        raise argument_error("key", f"shape {wanted}", f"{key.shape}{hint}")
+        raise argument_error("key", f"shape {wanted}", f"{key.shape}{grouped_heads(key.shape, wanted)}")
     if value.shape[:-1] != wanted[:-1] or value.shape[-1] < 1:
-        hint = in_other_order(value.shape, wanted)
-        raise argument_error(
-            "value", f"the shape of key, {wanted}, or another last axis", f"{value.shape}{hint}"
-        )
+        raise argument_error("value", f"the shape of key, {wanted}, or another last axis", value.shape)
     return key, value
 
 

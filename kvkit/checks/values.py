@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from kvkit.errors import argument_error, describe, in_other_order
+from kvkit.errors import argument_error, describe
 from kvkit.formats import BY_DTYPE, FLOATS, INT8, Element
 from kvkit.formats.elements import BFLOAT16, FLOATS8
 from kvkit.interop import refuse_masked
@@ -158,10 +158,7 @@ def check_new_tokens(
     wanted = (*current_key.shape[:-1], value_dim or current_key.shape[-1])
     if current_value.shape != wanted:
         like = f"shape {wanted}" if value_dim else f"the shape of current_key, {wanted}"
-        turned = in_other_order(current_value.shape, wanted)
-        order = "[tokens, heads, dim]" if ndim == 3 else "[batch, tokens, heads, dim]"
-        hint = f"; one of the two is in another order than {order}" if turned else ""
-        raise argument_error("current_value", like, f"{current_value.shape}{hint}")
+        raise argument_error("current_value", like, current_value.shape)
     check_not_empty("current_key", current_key)
     return fmt, one_piece(current_key), one_piece(current_value)
 

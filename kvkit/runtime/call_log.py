@@ -31,7 +31,7 @@ BITS = {2: np.uint16, 1: np.uint8}  # integers that hold the bits of dtypes unkn
 PRIVATE = 0o700  # the mode of folders of dumps: only their owner may enter
 UNLOGGED = "self", "out", "stream"
 # Modules whose operators are names of `kvkit` itself.
-TOP_LEVEL = "static", "merge", "paged", "planned_pages", "mla", "indexer"
+TOP_LEVEL = "static", "merge", "paged", "planned_pages", "mla", "indexer", "compressed", "recurrent"
 TOTALS = {"calls": 0, "bytes": 0, "silent": False}
 RUN = {"number": 0}  # of this process among those whose dumps have its process number
 

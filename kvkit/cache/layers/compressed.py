@@ -35,7 +35,7 @@ from kvkit.cache.stores.compressed import (
 from kvkit.cache.stores.span import Span
 from kvkit.checks.compressed import rope_at_end
 from kvkit.checks.values import checked_format, integer, positive_number
-from kvkit.errors import DroppedTokensError, argument_error, describe
+from kvkit.errors import DroppedTokensError, argument_error, describe, in_other_order
 from kvkit.formats import BY_NAME, FLOATS
 from kvkit.indexer import indexer_scores, topk_rows
 from kvkit.typed import Array, Attended, States
@@ -404,7 +404,9 @@ class CompressedLayer(Layer):
             if attn_mask is not None:
                 raise argument_error("attn_mask", "None (windows of compression count tokens)", "a mask")
             if self.store is None or batch != self.batch_size or dim != self.dim:
-                raise argument_error("query", f"[{self.batch_size}, heads, q, {self.dim}]", query.shape)
+                hint = in_other_order(query.shape, (self.batch_size, None, None, self.dim))
+                wanted = f"[{self.batch_size}, heads, q, {self.dim}]"
+                raise argument_error("query", wanted, f"{query.shape}{hint}")
             first = self.span.length - new
             if first < 0 or max(0, first - self.near + 1) < self.span.begin:
                 wanted = f"queries of the last update, at most {self.span.length - self.span.before}"

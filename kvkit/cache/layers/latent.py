@@ -23,7 +23,7 @@ from kvkit.checks.arguments import Scoring
 from kvkit.checks.index_tensors import index
 from kvkit.checks.latent import LatentPool
 from kvkit.checks.values import checked_format, integer, one_piece, positive_number
-from kvkit.errors import argument_error, describe
+from kvkit.errors import argument_error, describe, in_other_order
 from kvkit.formats import BY_NAME, FLOATS, encode
 from kvkit.formats.known import named
 from kvkit.indexer import indexer_scores, topk_rows
@@ -126,7 +126,10 @@ class LatentLayer(DynamicLayer):
         """Check the two parts of new rows, and join them."""
         checked_format("latent", latent, FLOATS, 4)
         if latent.shape[1] != 1 or latent.shape[3] != self.latent_dim:
-            raise argument_error("latent", f"shape [B, 1, q, {self.latent_dim}]", f"shape {latent.shape}")
+            hint = in_other_order(latent.shape, (self.batch_size, 1, None, self.latent_dim))
+            raise argument_error(
+                "latent", f"shape [B, 1, q, {self.latent_dim}]", f"shape {latent.shape}{hint}"
+            )
         if kpe is None and not self.rope_dim:
             return latent
         return join_parts(("latent", "kpe"), latent, kpe, self.rope_dim)
@@ -230,7 +233,8 @@ def join_parts(names: tuple[str, str], latent: Array, rotated: Array | None, rop
     """Check and join the parts of latent rows or queries; `names` are the names of both arguments."""
     fmt, shape = checked_format(names[0], latent, FLOATS, 4), (*latent.shape[:3], rope_dim)
     if rotated is None or checked_format(names[1], rotated, FLOATS, 4) is not fmt or rotated.shape != shape:
-        raise argument_error(names[1], f"{shape} of {fmt}, as {names[0]}", describe(rotated))
+        hint = in_other_order(np.shape(rotated), shape)
+        raise argument_error(names[1], f"{shape} of {fmt}, as {names[0]}", f"{describe(rotated)}{hint}")
     return np.concatenate((latent, rotated), axis=3)
 
 
@@ -451,7 +455,8 @@ def attend_to_codes(
     batch, heads, new, dim = query.shape
     if layer.store is None or batch != layer.batch_size or dim != sum(codes.dims) or new > span.length:
         wanted = f"[{layer.batch_size}, heads, at most {span.length}, {sum(codes.dims)}]"
-        raise argument_error("query", wanted, query.shape)
+        hint = in_other_order(query.shape, (layer.batch_size, None, None, sum(codes.dims)))
+        raise argument_error("query", wanted, f"{query.shape}{hint}")
     if mask is not None:
         mask = checked_mask(layer, fmt, mask, (batch, heads, new))
         mask = mask if mask.dtype == np.bool_ else mask.astype(np.float32)

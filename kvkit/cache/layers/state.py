@@ -16,7 +16,7 @@ from kvkit.cache.layers.positions import RopeLike, RowPositions, planner, rotati
 from kvkit.cache.stores.span import Span
 from kvkit.cache.stores.states import NO_STATE, StateForms, StateStore
 from kvkit.checks.values import checked_format, integer
-from kvkit.errors import argument_error, describe
+from kvkit.errors import argument_error, describe, in_other_order
 from kvkit.formats import FLOATS
 from kvkit.typed import Array, Attended, States
 
@@ -128,7 +128,11 @@ class StateLayer(Layer):
             batch, form = len(array), (array.shape[1:], fmt.dtype)
             if known.setdefault(name, form) != form:
                 shape, dtype = known[name]
-                raise argument_error(label, f"{(batch, *shape)} of {dtype}, as before", describe(array))
+                axes = "batch", *(f"axis {i}" for i in range(1, array.ndim))
+                hint = in_other_order(array.shape, (batch, *shape), axes)
+                raise argument_error(
+                    label, f"{(batch, *shape)} of {dtype}, as before", f"{describe(array)}{hint}"
+                )
         return StateForms(batch, known)
 
     @one_call_at_a_time

@@ -20,7 +20,14 @@ from kvkit.cache.layers.compressed import COMPRESSORS, INDEX_ARRAYS, CompressedL
 from kvkit.cache.stores.allocation import in_memory
 from kvkit.cache.stores.compressed import PAGE, IndexKeys, RowPool
 from kvkit.checks.values import checked_format, integer
-from kvkit.errors import CapacityError, DroppedTokensError, KvkitError, argument_error, describe
+from kvkit.errors import (
+    CapacityError,
+    DroppedTokensError,
+    KvkitError,
+    argument_error,
+    describe,
+    in_other_order,
+)
 from kvkit.formats import BY_DTYPE, FLOATS
 from kvkit.typed import Array, Attended, FilePath, Pair
 
@@ -487,7 +494,8 @@ class CompressedStep:
         checked_format("query", query, FLOATS, 3)
         if int(layer_idx) not in self.written or query.shape != (tokens, query.shape[1], layer.dim):
             wanted = f"[{tokens}, heads, {layer.dim}], after an update of layer {layer_idx}"
-            raise argument_error("query", wanted, query.shape)
+            hint = in_other_order(query.shape, (tokens, None, layer.dim), ("tokens", "heads", "dim"))
+            raise argument_error("query", wanted, f"{query.shape}{hint}")
         layer._check_index(index, (tokens,))
         near = self.positions[:, None] - np.arange(layer.near)[::-1]
         ring = self.slots[self.owner][:, None] * pools.ring + near % pools.ring

@@ -21,7 +21,7 @@ from kvkit.calls.prepared import form_of
 from kvkit.checks import attention, masks
 from kvkit.checks.arguments import Scoring
 from kvkit.checks.values import checked_format, flag, integer, one_piece
-from kvkit.errors import argument_error
+from kvkit.errors import argument_error, in_other_order, multiples
 from kvkit.runtime.locks import LayerLock
 from kvkit.typed import Array, Attended, States
 
@@ -219,7 +219,9 @@ class PagedLayer(BaseLayer):
         dims = store.value_dim, store.rope_dim or store.dim
         wanted = Geometry(batch, store.heads, *dims, store.format)
         if geometry != wanted:
-            raise argument_error("key_states", f"keys and values as the cache has them, {wanted}", geometry)
+            hint = in_other_order(key_states.shape, (*wanted[:2], None, wanted.key_dim))
+            like = f"keys and values as the cache has them, [batch, heads, tokens, dim] = {wanted}"
+            raise argument_error("key_states", like, f"{geometry}{hint}")
         if cache_position is not None:
             requests.check_positions(cache_position, tokens, self.get_seq_length())
         store.check_apart(self._layer_idx, {"key_states": key_states, "value_states": value_states})
@@ -302,7 +304,8 @@ class PagedLayer(BaseLayer):
         _, heads, tokens, _ = query.shape
         if query.shape != (batch, heads, tokens, store.dim) or not heads or heads % store.heads:
             wanted = f"[{batch}, a multiple of {store.heads}, q, {store.dim}]"
-            raise argument_error("query", f"shape {wanted}", query.shape)
+            hint = in_other_order(query.shape, (batch, multiples(store.heads), None, store.dim))
+            raise argument_error("query", f"shape {wanted}", f"{query.shape}{hint}")
         if is_causal and tokens > length:
             raise argument_error("query", f"at most {length} tokens, those in the layer", tokens)
         return batch, heads, tokens

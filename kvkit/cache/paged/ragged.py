@@ -40,7 +40,7 @@ from kvkit.checks import attention, index_tensors, masks
 from kvkit.checks.arguments import Scoring
 from kvkit.checks.records import NO_MASK, Context, StepIndex
 from kvkit.checks.values import checked_format, flag, integer, one_piece
-from kvkit.errors import argument_error, describe
+from kvkit.errors import argument_error, describe, in_other_order, multiples
 from kvkit.rope import Rope
 from kvkit.typed import Array, Attended, States
 
@@ -373,7 +373,8 @@ class RaggedLayer(Layer):
         _, heads, new, _ = query.shape
         if query.shape != (batch, heads, new, dim) or not heads or heads % key_heads:
             wanted = f"shape [{batch}, a multiple of {key_heads}, q, {dim}] (batch, key heads and head size)"
-            raise argument_error("query", wanted, query.shape)
+            hint = in_other_order(query.shape, (batch, multiples(key_heads), None, dim))
+            raise argument_error("query", wanted, f"{query.shape}{hint}")
         last = [*range(self.get_seq_length() - new, self.get_seq_length())]
         if new > 1 and any(seq.positions[-new:].tolist() != last for seq in self.sequences):
             wanted = f"one query, because some head does not store all of the last {new} tokens"

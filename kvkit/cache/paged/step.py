@@ -254,7 +254,7 @@ class PagedStep:
             raise argument_error("current_key", f"dtype {store.format}, that of the cache", fmt)
         shape = self._step_index.tokens, store.heads, store.value_dim
         if current_key.shape != shape:
-            hint = in_other_order(current_key.shape, shape)
+            hint = in_other_order(current_key.shape, shape, ("tokens", "heads", "dim"))
             raise argument_error("current_key", f"shape {shape}", f"{current_key.shape}{hint}")
         store.check_apart(layer_idx, {"current_key": current_key, "current_value": current_value})
         return store.rows_of(current_key, current_value)

@@ -11,7 +11,7 @@ from kvkit import cpu
 from kvkit.cache.stores.allocation import Allocate, in_memory
 from kvkit.checks import attention
 from kvkit.checks.values import checked_format
-from kvkit.errors import LIKE_OPERATORS, argument_error
+from kvkit.errors import argument_error, in_other_order
 from kvkit.formats import FLOATS, Element
 from kvkit.typed import Array, States
 
@@ -34,11 +34,6 @@ class Geometry(NamedTuple):
     def __str__(self) -> str:
         dims = " and ".join(dict.fromkeys((str(self.key_dim), str(self.value_dim))))
         return f"[{self.batch}, {self.heads}, q, {dims}] of {self.fmt}"
-
-    def looks_swapped(self, shape: tuple[int, ...]) -> bool:
-        """Return whether an array [batch, tokens, heads, dim] of these sizes has the shape."""
-        batch, new, heads, dim = shape
-        return (batch, heads, dim) == self[:3] and new != heads
 
     def forms(self, capacity: int) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
         """Return the shapes and dtypes of the arrays of a store."""
@@ -66,16 +61,22 @@ def check_geometry(
     if checked_format("value_states", value_states, FLOATS, 4) is not fmt:
         raise argument_error("value_states", f"the dtype of key_states, {fmt}", value_states.dtype)
     batch, heads, new, dim = key_states.shape
+    wanted = f"[batch, heads, tokens, dim] as at the first update, {frozen}"
+    if frozen and (hint := in_other_order(key_states.shape, (*frozen[:2], None, frozen.key_dim))):
+        raise argument_error("key_states", wanted, f"{key_states.shape}{hint}")
     if value_states.shape[:3] != (batch, heads, new):
-        raise argument_error("value_states", f"shape ({batch}, {heads}, {new}, any)", value_states.shape)
+        hint = in_other_order(value_states.shape, (batch, heads, new, None))
+        if hint and not frozen:
+            hint = "; one of the two is in another order than [batch, heads, tokens, dim]"
+        raise argument_error(
+            "value_states", f"shape ({batch}, {heads}, {new}, any)", f"{value_states.shape}{hint}"
+        )
     geometry = Geometry(batch, heads, dim, value_states.shape[3], fmt, joined)
     if frozen is None:
         if min(geometry[:4]) < 1:
             raise argument_error("key_states", "at least one row, head and element", f"shapes {geometry}")
     elif geometry != frozen:
-        hint = LIKE_OPERATORS if frozen.looks_swapped(key_states.shape) else ""
-        wanted = f"[batch, heads, tokens, dim] as at the first update, {frozen}"
-        raise argument_error("key_states", wanted, f"{geometry}{hint}")
+        raise argument_error("key_states", wanted, geometry)
     return geometry
 
 

@@ -1,0 +1,108 @@
+"""Say of a refused call which arrays would fit with two axes exchanged, by the shapes in its docstring."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from kvkit.errors import KvkitError, exchanged
+from kvkit.interop import holds_foreign
+from kvkit.operators import OPERATORS
+from kvkit.runtime.call_log import operator_path
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+DEFAULT = ["b", "n", "h", "c"]  # the layout whose axes docstrings name
+# First axes of what holds many sequences. Whether a page or a slot is there tells nothing of their order.
+STORED = "num_blocks", "blocks", "N or slots", "MaxB", "MaxT", "L"
+Axes = dict[str, list[str]]  # the names of arrays' axes, by argument
+
+
+def explained(function: Function, passes: Callable[[Mapping[str, Any]], bool]) -> Function:
+    """Decorate the `def` of an operator so that its errors name the order of axes.
+
+    `passes` says whether the checks accept other arguments; nothing else is asked, so that an error promises
+    no more than they do.
+    """
+
+    @functools.wraps(function)
+    def call(on: Any, *args: Any, **keywords: Any) -> Any:
+        try:
+            return function(on, *args, **keywords)
+        except KvkitError as error:
+            given = inspect.signature(function).bind(on, *args, **keywords)
+            given.apply_defaults()
+            values = dict([*given.arguments.items()][1:])
+            text = str(error)
+            if type(error) is KvkitError and not any(map(holds_foreign, values.values())):
+                error.args = (text + hint(function, values, text, passes),)
+            raise
+
+    return cast(Function, call)
+
+
+def hint(
+    function: Callable[..., Any],
+    values: Mapping[str, Any],
+    text: str,
+    passes: Callable[[Mapping[str, Any]], bool],
+) -> str:
+    """Return what an error with this text should say of the order of axes."""
+    axes, name = axes_of(function, values), text.partition(":")[0].partition("[")[0]
+    if name not in axes:
+        axes = {each: names for each, names in axes.items() if names[0] not in STORED}
+    for names, i, j in exchanges(axes, name):
+        turned = {each: with_exchanged(values[each], i, j) for each in names}
+        if any(turned[each].shape != values[each].shape for each in names) and passes({**values, **turned}):
+            return exchanged(axes[names[0]], i, j, " and ".join(names))
+    if name in axes and ("shape" in text or " axes" in text):
+        return f"; its axes are [{', '.join(axes[name])}]"
+    return ""
+
+
+def exchanges(axes: Axes, named: str) -> Iterator[tuple[list[str], int, int]]:
+    """Yield arrays and two of their axes to exchange: the array named, any other, all of new tokens."""
+    alone = [[each] for each in sorted(axes, key=lambda each: each != named)]
+    new = [each for each in axes if axes[each][0] not in STORED]
+    alike = [each for each in new if len(axes[each]) == len(axes[new[0]])]
+    for names in [*alone, alike] if len(alike) > 1 else alone:
+        pairs = itertools.combinations(range(len(axes[names[0]])), 2)
+        for i, j in sorted(pairs, key=lambda pair: (pair[1] - pair[0], pair)):
+            yield names, i, j
+
+
+def axes_of(function: Callable[..., Any], values: Mapping[str, Any]) -> Axes:
+    """Return the names of axes of the arrays given, those with two or more that the docstring tells."""
+    operator = OPERATORS.get(operator_path(function))
+    layout = str(values.get("layout")).split()
+    chosen = {str(value) for value in values.values() if isinstance(value, (int, str))}
+    axes: Axes = {}
+    for each in operator.inputs if operator else ():
+        value = values.get(each.name)
+        if not isinstance(value, np.ndarray) or value.ndim < 2:
+            continue
+        if "layout" in each.shapes[0] and layout != DEFAULT:
+            axes[each.name] = layout if len(layout) == value.ndim else []
+        for shape in each.shapes if each.name not in axes else ():
+            choice, _, sizes = shape.partition(")")[0].rpartition("(")
+            names = sizes.split(", ")
+            if "..." in names or ".." in names:  # any number of axes
+                at = names.index("..." if "..." in names else "..")
+                more = value.ndim - len(names) + 1
+                names[at : at + 1] = [f"axis {at + i}" for i in range(more)]
+            if len(names) == value.ndim and choice.strip(" :") in {"", *chosen}:
+                axes.setdefault(each.name, names)
+    return axes
+
+
+def with_exchanged(array: np.ndarray, i: int, j: int) -> np.ndarray:
+    """Return an array over the same memory with the sizes of two axes exchanged; no element is read."""
+    sizes = [*array.shape]
+    sizes[i], sizes[j] = sizes[j], sizes[i]
+    # Contiguous memory lies as the checks want it. Indices are read by them.
+    whole = array.flags.c_contiguous and array.dtype not in (np.int32, np.int64)
+    return array.reshape(sizes) if whole else array.swapaxes(i, j)
