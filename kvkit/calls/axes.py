@@ -13,6 +13,7 @@ import numpy as np
 from kvkit.errors import KvkitError, exchanged
 from kvkit.interop import holds_foreign
 from kvkit.operators import OPERATORS
+from kvkit.operators.operator import IN_PYTHON
 from kvkit.runtime.call_log import operator_path
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -53,14 +54,14 @@ def hint(
 ) -> str:
     """Return what an error with this text should say of the order of axes."""
     axes, name = axes_of(function, values), text.partition(":")[0].partition("[")[0]
+    if name in IN_PYTHON:
+        return ""
     if name not in axes:
         axes = {each: names for each, names in axes.items() if names[0] not in STORED}
     for names, i, j in exchanges(axes, name):
         turned = {each: with_exchanged(values[each], i, j) for each in names}
         if any(turned[each].shape != values[each].shape for each in names) and passes({**values, **turned}):
             return exchanged(axes[names[0]], i, j, " and ".join(names))
-    if name in axes and ("shape" in text or " axes" in text):
-        return f"; its axes are [{', '.join(axes[name])}]"
     return ""
 
 
@@ -79,15 +80,18 @@ def axes_of(function: Callable[..., Any], values: Mapping[str, Any]) -> Axes:
     """Return the names of axes of the arrays given, those with two or more that the docstring tells."""
     operator = OPERATORS.get(operator_path(function))
     layout = str(values.get("layout")).split()
-    chosen = {str(value) for value in values.values() if isinstance(value, (int, str))}
+    numbers = {str(value) for value in values.values() if isinstance(value, int) and 0 <= value < 9}
+    chosen = numbers | {value for value in values.values() if isinstance(value, str)}
     axes: Axes = {}
     for each in operator.inputs if operator else ():
         value = values.get(each.name)
         if not isinstance(value, np.ndarray) or value.ndim < 2:
             continue
         if "layout" in each.shapes[0] and layout != DEFAULT:
-            axes[each.name] = layout if len(layout) == value.ndim else []
-        for shape in each.shapes if each.name not in axes else ():
+            if len(layout) == value.ndim:
+                axes[each.name] = layout
+            continue
+        for shape in each.shapes:
             choice, _, sizes = shape.partition(")")[0].rpartition("(")
             names = sizes.split(", ")
             if "..." in names or ".." in names:  # any number of axes

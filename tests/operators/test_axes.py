@@ -84,12 +84,6 @@ def test_pools_of_another_layout_are_told_by_its_letters():
         call.but(**pools | {"key_cache": call["key_cache"]}, layout="b h n c").run()
 
 
-def test_an_error_names_axes_where_no_exchange_fits():
-    query, keys = np.ones((2, 5, 6, 16), np.float32), np.ones((2, 11, 3, 16), np.float32)
-    with pytest.raises(KvkitError, match=r"key: expected .*; its axes are \[B, M, num_kv_heads, head_dim\]"):
-        kvkit.multi_head_attention(query, keys[..., :9], keys, num_kv_heads=3)
-
-
 def test_a_full_cache_is_not_said_to_be_in_another_order():
     call = calls.CALLS["static cache of floats"]().copy()
     with pytest.raises(KvkitError, match="room") as caught:

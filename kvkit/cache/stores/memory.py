@@ -68,9 +68,8 @@ def check_geometry(
         hint = in_other_order(value_states.shape, (batch, heads, new, None))
         if hint and not frozen:
             hint = "; one of the two is in another order than [batch, heads, tokens, dim]"
-        raise argument_error(
-            "value_states", f"shape ({batch}, {heads}, {new}, any)", f"{value_states.shape}{hint}"
-        )
+        wanted = f"shape [batch, heads, tokens, dim] = [{batch}, {heads}, {new}, any]"
+        raise argument_error("value_states", wanted, f"{value_states.shape}{hint}")
     geometry = Geometry(batch, heads, dim, value_states.shape[3], fmt, joined)
     if frozen is None:
         if min(geometry[:4]) < 1:
