@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from kvkit.errors import KvkitError, exchanged
+from kvkit.errors import KvkitError, brief, exchanged
 from kvkit.interop import holds_foreign
 from kvkit.operators import OPERATORS
 from kvkit.operators.operator import IN_PYTHON
@@ -80,8 +80,8 @@ def axes_of(function: Callable[..., Any], values: Mapping[str, Any]) -> Axes:
     """Return the names of axes of the arrays given, those with two or more that the docstring tells."""
     operator = OPERATORS.get(operator_path(function))
     layout = str(values.get("layout")).split()
-    numbers = {str(value) for value in values.values() if isinstance(value, int) and 0 <= value < 9}
-    chosen = numbers | {value for value in values.values() if isinstance(value, str)}
+    chosen = {value for value in values.values() if isinstance(value, str)}
+    chosen.add(brief(values.get("cache_layout")))
     axes: Axes = {}
     for each in operator.inputs if operator else ():
         value = values.get(each.name)
