@@ -34,7 +34,9 @@ def public_names():
             if inspect.isclass(value) and not issubclass(value, Exception)
         }
     for name, cls in sorted(classes.items()):
-        lines.append(f"{name}: {' '.join(each for each in dir(cls) if not each.startswith('_'))}")
+        own = [each for each in cls.__mro__ if each.__module__ != "builtins"]  # Pythons differ in int's names
+        shown = {each for base in own for each in vars(base) if not each.startswith("_")}
+        lines.append(f"{name}: {' '.join(each for each in dir(cls) if each in shown)}")
     return lines
 
 

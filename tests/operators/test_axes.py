@@ -55,7 +55,7 @@ def test_operators_name_the_order_of_axes_they_expect(make):
             where = call.name, each.name, axes
             turned = call.copy().but(**{each.name: exchanged(array, *axes)})
             try:
-                turned.run()
+                turned.run(kvkit)
             except KvkitError as error:
                 text = str(error)
             else:

@@ -233,7 +233,7 @@ def join_parts(names: tuple[str, str], latent: Array, rotated: Array | None, rop
     """Check and join the parts of latent rows or queries; `names` are the names of both arguments."""
     fmt, shape = checked_format(names[0], latent, FLOATS, 4), (*latent.shape[:3], rope_dim)
     if rotated is None or checked_format(names[1], rotated, FLOATS, 4) is not fmt or rotated.shape != shape:
-        hint = in_other_order(np.shape(rotated), shape)
+        hint = in_other_order(() if rotated is None else rotated.shape, shape)
         raise argument_error(names[1], f"{shape} of {fmt}, as {names[0]}", f"{describe(rotated)}{hint}")
     return np.concatenate((latent, rotated), axis=3)
 
