@@ -18,9 +18,10 @@ def about(report):
     """Return a line about the machine."""
     machine = report["machine"]
     versions = {name: machine[name] for name in ("numba", "numpy")} | report.get("peers", {})
-    yield f"{machine['threads']} threads of a {machine['cpu']} ({machine['vectors']}), "
+    article = "an" if machine["cpu"][0] in "aeiou" else "a"
+    yield f"{machine['threads']} threads of {article} {machine['cpu']} ({machine['vectors']}), "
     yield ", ".join(f"{name} {version}" for name, version in versions.items())
-    yield f"; medians of {report['rounds']} runs.\n\n"
+    yield f"; medians of at least {report['rounds']} runs.\n\n"
 
 
 def markdown(columns, rows):
