@@ -51,9 +51,9 @@ STYLE = """
 :root { color-scheme: light dark; --ink: #1d2733; --paper: #ffffff; --line: #d5dbe1; --mark: #2a9d8f; }
 @media (prefers-color-scheme: dark) { :root { --ink: #d7dee6; --paper: #14181d; --line: #36404a; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
-       margin: 2rem auto; max-width: 82rem; padding: 0 1rem; overflow-wrap: anywhere; }
+       margin: 2rem auto; max-width: 86rem; padding: 0 1rem; overflow-wrap: anywhere; }
 table { border-collapse: collapse; display: block; overflow-x: auto; font-size: 14px; }
-th, td { text-align: right; padding: .3rem .45rem; border-bottom: 1px solid var(--line);
+th, td { text-align: right; padding: .3rem .25rem; border-bottom: 1px solid var(--line);
          white-space: nowrap; overflow-wrap: normal; }
 th { white-space: normal; vertical-align: bottom; }
 th:first-child, td:first-child { text-align: left; white-space: normal; overflow-wrap: anywhere; }
@@ -65,7 +65,6 @@ figure svg { max-width: 100%; height: auto; }
 .dark, .narrow { display: none; }
 @media (max-width: 60rem) {
   table { font-size: 13px; }
-  th, td { padding: .3rem .25rem; }
   .more { display: none; }
   .narrow { display: block; }
 }
