@@ -142,6 +142,9 @@ def in_short(study: StudyRecord, most: int = 6) -> list[str]:
     front = front_of(study.summary)
     shown = front if len(front) <= most else [front[i * (len(front) - 1) // (most - 1)] for i in range(most)]
     lines = [study.budget()]
+    if not study.by_attention:
+        more = "errors of attention's outputs are not known, and often larger: add an array query"
+        lines.append(f"  without queries {more}")
     what = "outputs" if study.by_attention else "keys and values"
     lines += [
         f"  {one.scheme}: {one.bits:.2f} bits, {what} of the worst head {one.advised_error:.2%}"
