@@ -80,6 +80,16 @@ def stack_view(view: Any) -> np.ndarray:
     return np.asarray(view)
 
 
+class Prints(NamedTuple):
+    """Holds a number of 64 bits for each head of each row [layers, blocks, rows, heads], 0 for zeros.
+
+    `varied` marks the heads of rows whose elements are not all equal.
+    """
+
+    rows: np.ndarray
+    varied: np.ndarray
+
+
 class Case:
     """Holds the tables, slots and caches that rules check. Everything is computed on first use."""
 
@@ -364,6 +374,44 @@ class Case:
             legal &= ids != self.page_tables.placeholder
         np.maximum.at(filled, ids[legal], in_page[legal])
         return UsedRows(np.arange(rows) < filled[:, None], filled > 0)
+
+    @cached_property
+    def prints(self) -> dict[str, Prints]:
+        """Return {name of a side: prints of its rows}. Rows of equal bytes have equal prints."""
+        found: dict[str, Prints] = {}
+        for side in self.sides:
+            own = tuple(slice(None if step else 1) for step in side.array.strides)  # not what is repeated
+            array, shape = side.array[own], side.array.shape[:-1]
+            nbytes = array.shape[-1] * array.itemsize
+            size = next(size for size in (8, 4, 2, 1) if nbytes % size == 0)
+            factors = np.random.default_rng(0).integers(1, 2**63, nbytes // size, np.uint64) | np.uint64(1)
+            rows, varied = np.empty(array.shape[:-1], np.uint64), np.empty(array.shape[:-1], bool)
+            for layer, block in np.ndindex(array.shape[:2]):
+                octets = np.ascontiguousarray(array[layer, block]).view(np.uint8)  # [rows, heads, bytes]
+                rows[layer, block] = octets.view(f"u{size}") @ factors
+                octets = octets.reshape(*octets.shape[:2], -1, array.itemsize)
+                varied[layer, block] = (octets != octets[..., :1, :]).any(axis=(-1, -2))
+            found[side.name] = Prints(np.broadcast_to(rows, shape), np.broadcast_to(varied, shape))
+        return found
+
+    @cached_property
+    def rows_in_use(self) -> np.ndarray | None:
+        """Return the mask [blocks, rows] of rows that have a token; None if it is unknown.
+
+        Without tables they are, of each block, the rows from the first to the last that is not zero in some
+        layer; of a pool of keys and values in one array, those that are not zero.
+        """
+        if self.used is not None or self.table_name is not None or not self.sides:
+            return None if self.used is None else self.used.rows
+        some = np.zeros(self.sides[0].array.shape[1:3], bool)
+        for side in self.sides:
+            if side.array.shape[1:3] != some.shape:
+                return None
+            some |= (self.prints[side.name].rows != 0).any(axis=(0, 3))
+        if not self.source.separate:
+            return some
+        after = np.maximum.accumulate(some, axis=1)
+        return after & np.maximum.accumulate(some[:, ::-1], axis=1)[:, ::-1]
 
     def row_name(self, side: CheckedSide, layer: int, block: int, row: int) -> str:
         """Return the name of a row, as a Python expression."""

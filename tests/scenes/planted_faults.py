@@ -9,7 +9,7 @@ from collections import Counter
 import ml_dtypes
 import numpy as np
 
-from kvkit.tools import diff
+from kvkit.tools import check, diff
 
 NAMES = (  # of keys, of values, of their scales
     ("key_cache", "value_cache", "key_scale", "value_scale"),
@@ -236,6 +236,60 @@ FAULTS = {  # the cause that must be named first and alone ("" for none): what p
     "heads and tokens swapped": (heads_for_tokens, None),
     "": (overwritten, None),
 }
+
+
+def some_rows_of_zeros(rng, sides, rows):
+    """Clear a run of rows, of some heads, in the keys or the values of a layer."""
+    side, layer = rng.choice(list(sides)), rng.integers(len(sides["key"]))
+    heads = slice(rng.integers(sides["key"].shape[2]), None)
+    begin = rng.integers(1, len(rows) - 1)
+    sides[side][layer, rows[begin : begin + rng.integers(1, len(rows) - begin)], heads] = 0
+
+
+def one_side_twice(rng, sides, rows):
+    layer = rng.integers(len(sides["key"]))
+    sides["value"][layer, rows] = sides["key"][layer, rows]
+
+
+def one_layer_twice(rng, sides, rows):
+    side, (one, two) = rng.choice(list(sides)), rng.permutation(len(sides["key"]))[:2]
+    sides[side][one, rows] = sides[side][two, rows]
+
+
+def one_head_twice(rng, sides, rows):
+    side, (one, two) = rng.choice(list(sides)), rng.permutation(sides["key"].shape[2])[:2]
+    sides[side][:, rows, one] = sides[side][:, rows, two]
+
+
+COPIES = {"D4": some_rows_of_zeros, "D5": one_side_twice, "D6": one_layer_twice, "D7": one_head_twice}
+
+
+def checked_copies(rule, seed, dump=None):
+    """Return the rules that `check` names for a cache with one fault of `COPIES`, or without one (None).
+
+    The cache is random, in pages with tables; or `dump`, {side: [layers, tokens, heads, dim]}, as
+    transformers lays it out, in one of four cases with rows of zeros before and after it.
+    """
+    rng = np.random.default_rng(seed)
+    if dump is None:
+        scene = Scene(seed, coded=bool(seed % 2))
+        scene.layers, scene.heads, scene.line, scene.names = 3, 3, "l b n h c", NAMES[0]
+        shape = 2, 3, scene.pages * scene.page, 3, scene.dim
+        scene.x = rng.standard_normal(shape).astype(scene.dtype)
+        scene.old = np.full(shape, scene.fill, scene.dtype)
+        parts, rows = scene.parts(), scene.used
+        if rule:
+            COPIES[rule](rng, dict(zip(("key", "value"), parts[""], strict=True)), rows)
+        lengths = [len(slots) for slots in scene.slots]
+        return check(scene.laid(parts) | {"block_tables": scene.table, "context_lens": lengths})
+    sides = {name: array.copy() for name, array in dump.items()}
+    if rule:
+        COPIES[rule](rng, sides, np.arange(sides["key"].shape[1]))
+    room = rng.permutation([0, 0, 3, 5])[:2]
+    return check({
+        f"past_key_values.{i}.{name}": np.pad(x, [room, (0, 0), (0, 0)]).swapaxes(0, 1)[None]
+        for name, layers in sides.items() for i, x in enumerate(layers)
+    })  # fmt: skip
 
 
 def judged(kind, seed):

@@ -59,16 +59,16 @@ def several_lines_fit(case: Case) -> Seen:
 @rule(
     "L3",
     "Scores would be computed from values. Keys come first in every engine's pairs: check the split.",
-    needs=f"keys and values, block_tables, {LEAST_TOKENS} tokens of finite numbers",
+    needs=f"keys and values, {LEAST_TOKENS} tokens of finite numbers",
 )
 def keys_and_values_swapped(case: Case) -> Seen:
     """Report values that look like keys: only keys have channels with a mean far from 0.
 
     LMCache#4463: keys and values in one row were split as if they were separate arrays.
     """
-    if len(case.sides) < 2 or case.used is None:
+    rows = case.rows_in_use
+    if len(case.sides) < 2 or rows is None:
         return None
-    rows = case.used.rows
     outstanding = [each for side in case.sides if (each := outstanding_channels(side, rows)) is not None]
     if len(outstanding) < 2:
         return None

@@ -33,11 +33,20 @@ def hits_of_kind(case: Case, kind: int, words: Callable[[str, int, int], str]) -
 def outside_the_pool(case: Case) -> Seen:
     """Report pages that the pool lacks. onnxruntime#32391: ids were checked against 0 only."""
 
-    def words(page: str, *_: int) -> str:
-        count = case.page_tables.num_blocks
-        return f"{page} is outside the pool, {f'0 to {count - 1}' if count else 'which is empty'}"
+    def words(hit: Any) -> tuple[str, str]:
+        _, sequence, column, page, *_ = hit
+        row = slice(*case.pages.starts[sequence : sequence + 2])
+        some, count = int((case.pages.ids[row] >= 0).sum()), case.page_tables.num_blocks
+        what = f"outside the pool, {f'0 to {count - 1}' if count else 'which is empty'}"
+        if page < 0 and not isinstance(case.raw_table, tuple) and case.noun == "page":
+            needed, tokens = row.stop - row.start, case.lengths[sequence]
+            what = (
+                f"no page: {tokens} tokens (context_lens[{sequence}]) need {needed} pages, the row has {some}"
+            )
+        return case.entry(sequence, column), f"{case.noun} {page} is {what}"
 
-    return hits_of_kind(case, table_rules.OUTSIDE, words)
+    seen = hits_of_kind(case, table_rules.OUTSIDE, lambda *_: "")
+    return seen and (seen[0], words)
 
 
 @rule(
