@@ -26,24 +26,31 @@ VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "neon": "NEON"}  # the widest f
 
 
 @click.command()
+@click.option("--compiled", is_flag=True, help="List the compiled code by module too.")
 @click.option("--json", "for_programs", is_flag=True, help="Print JSON.")
-def info(for_programs: bool) -> None:
-    """Show versions, the CPU, threads, compiled code and backends.
+def info(compiled: bool, for_programs: bool) -> None:
+    """Show versions, the CPU, threads, the size of compiled code, and backends.
 
     \b
     Examples:
       kvkit info
+      kvkit info --compiled
       kvkit info --json
     """
+    code = compiled_code()
     if for_programs:
-        show.as_json(system_facts() | {"compiled": compiled_code()})
+        show.as_json(system_facts() | {"compiled": code})
         return
     table = show.table(None, "what", "here")
     for name, text in system_facts().items():
         table.add_row(name, text)
+    count, size = (sum(row[key] for row in code) for key in ("variants", "bytes"))
+    table.add_row("compiled code", f"{count} variants, {show.size(size)} (--compiled lists them)")
     show.out(table)
+    if not compiled:
+        return
     table = show.table("Compiled code", "of", "for", "variants", "size")
-    for row in compiled_code():
+    for row in code:
         table.add_row(row["of"], row["for"], str(row["variants"]), show.size(row["bytes"]))
     if table.row_count:
         show.out(table)

@@ -43,7 +43,7 @@ def shows_copies(case: Case, side: CheckedSide, layer: int) -> bool:
 
 @rule(
     "D4",
-    "Attention gives these tokens the weight of a score of 0. Find the call that should have written the rows.",
+    "Attention gives these tokens the weight of a score of 0. Find the call that should have written them.",
     needs="keys and values, codes without a minimum",
 )
 def zeros_in_use(case: Case) -> Seen:
@@ -106,8 +106,8 @@ def keys_are_values(case: Case) -> Seen:
 
 @rule(
     "D6",
-    "A layer's tokens were stored for another: look for an index that does not move on. Some models share keys "
-    "and values between layers.",
+    "A layer's tokens were stored for another: look for an index that does not move on. Some models share "
+    "rows between layers.",
     "warning",
     needs="keys and values, several layers",
 )
