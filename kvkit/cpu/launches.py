@@ -138,10 +138,47 @@ def kernel_code(kernel: Callable[[int, int], None]) -> Code:
     return callback(kernel, WORKER)
 
 
+parallel = 0  # the address of another library's GOMP_parallel, if kernels run in its OpenMP threads
+
+
+@memory.machine_code
+def call_parallel(code, member, team, threads, flags):
+    """Call GOMP_parallel, which calls f(team) in each of some threads; 0 are as many as the library uses."""
+
+
+def start_team(worker, team):
+    """Run a kernel in the threads of another library; `team` is the address of a record of `team_of`."""
+    words = memory.integers(team)
+    words[3] = 0
+    call_parallel(words[5], words[4], team, 0, 0)
+
+
+def join_team(team):
+    """Run the kernel for workers that no other thread of a team has begun, until none is left."""
+    words = memory.integers(team)
+    worker = memory.count_up(team + 24)
+    while worker < words[2]:
+        call_worker(words[0], worker, words[1])
+        worker = memory.count_up(team + 24)
+
+
+@functools.cache
+def team_code() -> tuple[Code, Code]:
+    """Compile `start_team` and `join_team`."""
+    return callback(start_team, WORKER), callback(join_team, types.void(INT))
+
+
+def team_of(code: Code, workers: int, params: int) -> Array:
+    """Return (kernel, params, workers, how many have begun, code of a thread, GOMP_parallel), in int64."""
+    return np.array([code.address, params, workers, 0, team_code()[1].address, parallel], np.int64)
+
+
 def run_workers(code, workers, params):
     """Run a kernel with `workers` workers, each in a thread."""
     if workers == 1:
         code.ctypes(0, params)
+    elif parallel:
+        team_code()[0].ctypes(0, address(team_of(code, workers, params)))
     else:
         several()(code.address, workers, params)
 

@@ -48,15 +48,15 @@ FASTCALL_KEYWORDS = 0x0080 | 0x0002  # how Python passes arguments: (self, args,
 
 
 class Single(NamedTuple):
-    """Describes the kernel of a launch that one thread runs."""
+    """Describes the kernel of a launch that one call runs, in one thread or in a team's."""
 
     code: int  # the address of f(worker, params)
     params: int  # an address
     counters: Array | None = None  # zeroed before each run
     grants: Sequence[tuple[int, Any, int]] = ()  # (where its address is written, workspace, bytes)
-    # f(0, params), which divides the work for other lengths; (address, least, most) of words it must leave
-    schedule: int = 0
-    division: Sequence[tuple[int, int, int]] = ()
+    # What divides the work for other lengths, f(0, params), and its params
+    schedule: tuple[int, int] = 0, 0
+    division: Sequence[tuple[int, int, int]] = ()  # (address, least, most) of words that it must leave
 
 
 class Program(NamedTuple):
@@ -346,7 +346,7 @@ def state_of(
     kernels = [
         [
             each.code, each.params, 0 if each.counters is None else address(each.counters),
-            0 if each.counters is None else each.counters.size, len(each.grants), each.schedule,
+            0 if each.counters is None else each.counters.size, len(each.grants), *each.schedule,
             len(each.division), *itertools.chain(*each.grants, *each.division),
         ]
         for each in program.kernels

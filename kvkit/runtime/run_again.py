@@ -138,15 +138,15 @@ def step_fits(state: Any) -> bool:
     state[9] = -2
     at = state[6]
     for _ in range(state[7]):
-        grants, division = state[at + 4], state[at + 6]
+        grants, division = state[at + 4], state[at + 7]
         if state[at + 5]:
-            call(state[at + 5], 0, state[at + 1])
+            call(state[at + 5], 0, state[at + 6])
             for i in range(division):
-                part = at + 7 + 3 * (grants + i)
+                part = at + 8 + 3 * (grants + i)
                 number = words(state[part])[0]
                 if number < state[part + 1] or number > state[part + 2]:
                     return False
-        at += 7 + 3 * (grants + division)
+        at += 8 + 3 * (grants + division)
     state[9] = version
     return True
 
@@ -160,15 +160,15 @@ def run_kernels(state: Any) -> None:
         at += 3
     at = state[6]
     for _ in range(state[7]):
-        grants, division = state[at + 4], state[at + 6]
+        grants, division = state[at + 4], state[at + 7]
         counters = words(state[at + 2])
         for i in range(state[at + 3]):
             counters[i] = 0
         for i in range(grants):
-            part = at + 7 + 3 * i
+            part = at + 8 + 3 * i
             words(state[part])[0] = words(state[part + 1])[0]
         call(state[at], 0, state[at + 1])
-        at += 7 + 3 * (grants + division)
+        at += 8 + 3 * (grants + division)
 
 
 @helper
@@ -176,12 +176,12 @@ def workspaces_fit(state: Any) -> bool:
     """Return whether all workspaces are as large as the kernels need."""
     at = state[6]
     for _ in range(state[7]):
-        grants, division = state[at + 4], state[at + 6]
+        grants, division = state[at + 4], state[at + 7]
         for i in range(grants):
-            part = at + 7 + 3 * i
+            part = at + 8 + 3 * i
             if words(state[part + 1])[1] < state[part + 2]:
                 return False
-        at += 7 + 3 * (grants + division)
+        at += 8 + 3 * (grants + division)
     return True
 
 

@@ -21,7 +21,7 @@ from transformers.masking_utils import causal_mask_function, chunked_causal_mask
 from transformers.models.codegen import modeling_codegen as codegen
 from transformers_scenes import SIZES, generated, logits, model, prompt
 
-from kvkit import KvkitError
+from kvkit import KvkitError, cpu
 from kvkit.cache import CapacityError, DynamicCache, PagedCache, SlidingWindowLayer
 from kvkit.integrations.transformers import KvkitCache, pending
 from kvkit.integrations.transformers.attention import attention_forward as attention
@@ -528,3 +528,28 @@ def test_kinds_and_models():
         KvkitCache(other, "paged", num_blocks=8, page_size=4, evict="knorm@0.5")
     hybrid = KvkitCache(Gemma2Config(**SIZES, sliding_window=4))
     assert [type(layer) is SlidingWindowLayer for layer in hybrid.cache.layers] == [True, False]
+
+
+@pytest.mark.skipif(not cpu.launches.parallel, reason="torch has no GOMP_parallel")
+@pytest.mark.parametrize("tokens", [200, 700, 5000])  # one thread, and several with and without Python
+def test_threads_of_torch(tokens, monkeypatch):
+    """Kernels give the same bits in Numba's threads and in torch's, of any number."""
+    rng, step = np.random.default_rng(0), (1, 2, 1, 64)
+    states = rng.standard_normal((2, 1, 2, tokens, 64), np.float32)
+    queries = rng.standard_normal((6, 1, 8, 1, 64), np.float32)
+
+    def outputs(counts):
+        cache = DynamicCache()
+        cache.update(*states, 0)
+        for query, count in zip(queries, counts, strict=True):  # the third call is repeated without Python
+            torch.set_num_threads(count)
+            cache.update(np.ones(step, np.float32), np.ones(step, np.float32), 0)
+            yield cache.layers[0].attend(query)
+
+    before = torch.get_num_threads()
+    try:
+        found = [*outputs((2, 2, 1, 3, 2, 2))]
+        monkeypatch.setattr(cpu.launches, "parallel", 0)
+        np.testing.assert_array_equal(found, [*outputs((before,) * 6)])
+    finally:
+        torch.set_num_threads(before)

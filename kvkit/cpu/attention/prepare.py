@@ -10,7 +10,7 @@ import numpy as np
 
 from kvkit.checks.records import Side
 from kvkit.checks.values import packed_strides
-from kvkit.cpu import machine, prefetching
+from kvkit.cpu import launches, machine, prefetching
 from kvkit.cpu.attention import scheduler
 from kvkit.cpu.attention.biases import biases_code
 from kvkit.cpu.attention.engines import (
@@ -66,6 +66,7 @@ LEAST_SPLIT_IN_TILES = 1024  # of 32 query rows, which tiles (AMX) multiply
 MOST_VALUE = {"float16": 8, "bfloat16": 64}
 DIVISION = "tile_groups", "work_items", "splits", "tiles", "group_tiles"  # fields that `schedule` writes
 SMALL = 2**15  # products; one thread finishes fewer before a second one is awake
+SMALL_IN_TEAM = 2**11  # the same if threads of another library run kernels, which wait for work awake
 
 workspace, partials, kept_weights = Workspace(), Workspace(), Workspace()
 
@@ -147,7 +148,7 @@ def prepare_attention(query, out, lse, context, steps, decoding, weights, key_we
 def launch(params, division, alive, shared, key_weights=None):
     """Return a launch of scheduled attention; each run reads the `shared` scales anew."""
     at = params.ctypes.data
-    groups, items, splits, _, group_tiles, is_small = division
+    groups, items, splits, _, group_tiles, is_alone = division
     counters = np.zeros(groups + 1, np.int64)
     params[FIELD["counters"]] = counters.ctypes.data
     grants = [(FIELD["workspace_at"], workspace, int(params[FIELD["workspace_bytes"]]), 0)]
@@ -159,7 +160,7 @@ def launch(params, division, alive, shared, key_weights=None):
         grants.append((FIELD["weights_at"], kept_weights, int(params[FIELD["weights_bytes"]]), 0))
     run = functools.partial(
         run_in_workspace, scheduler.scheduler_code("work"),
-        min(items, 1) if is_small else items, params,
+        min(items, 1) if is_alone else items, params,
         at=at, grants=grants, counters=counters,
     )  # fmt: skip
 
@@ -176,17 +177,24 @@ def launch(params, division, alive, shared, key_weights=None):
 
     owners = {place: owner for place, owner in ADDRESS_OWNER.items() if params[place]}
     plain, single = not shared and key_weights is None, None
-    if plain and is_small and items:
+    if plain and items and params[FIELD["products"]] < SMALL:
+        kernel, workers = scheduler.scheduler_code("work"), 1 if is_alone else min(items, launches.threads())
+        code, argument = kernel.address, at
+        if workers > 1:
+            team = launches.team_of(kernel, workers, at)
+            code, argument, alive = launches.team_code()[0].address, address(team), (*alive, team)
         places = [
-            (at + 8 * field, address(space.words), each + whole) for field, space, each, whole in grants
+            (at + 8 * field, address(space.words), workers * each + whole)
+            for field, space, each, whole in grants
         ]
-        codes = scheduler.scheduler_code("work").address, scheduler.scheduler_code("schedule").address
         # (address, least, most) of the params' words that a division decides
         words = [
             (at + 8 * FIELD[name], *2 * [number]) for name, number in zip(DIVISION, division, strict=False)
         ]
-        words.append((at + 8 * FIELD["products"], 0, SMALL - 1))
-        single = Single(codes[0], at, counters, places, codes[1], words)
+        limits = (0, least_shared() - 1) if is_alone else (least_shared(), SMALL - 1)
+        words.append((at + 8 * FIELD["products"], *limits))
+        divide = scheduler.scheduler_code("schedule").address, at
+        single = Single(code, argument, counters, places, divide, words)
     return Launch(
         params, owners, run if plain else run_with_scales_and_sums, alive,
         lambda: schedule(params, at) == division, single,
@@ -202,7 +210,12 @@ def schedule(params, at):
     """
     scheduler.scheduler_code("schedule").ctypes(0, at)
     *counts, products = params[FIELD["tile_groups"] : FIELD["products"] + 1].tolist()
-    return *counts, int(params[FIELD["group_tiles"]]), products < SMALL
+    return *counts, int(params[FIELD["group_tiles"]]), products < least_shared()
+
+
+def least_shared():
+    """Return the least products that several threads compute."""
+    return SMALL_IN_TEAM if launches.parallel else SMALL
 
 
 # What formats and sizes decide

@@ -13,6 +13,7 @@ except ModuleNotFoundError as error:
     raise
 
 from kvkit.integrations.transformers.attention import NAME, attention_forward
+from kvkit.integrations.transformers.bridge import share_threads
 from kvkit.integrations.transformers.cache import KvkitCache
 from kvkit.integrations.transformers.masks import attention_mask
 from kvkit.integrations.transformers.recurrent import compute_states
@@ -22,3 +23,4 @@ __all__ = ["KvkitCache", "compute_states", "study"]
 
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, attention_mask)  # without it transformers would drop every mask
+share_threads()

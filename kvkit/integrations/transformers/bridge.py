@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 
+from kvkit import cpu
 from kvkit.errors import argument_error
 from kvkit.interop import tensor_to_numpy
 from kvkit.typed import Array
 
 OF_NUMPY = frozenset({torch.float32, torch.float16, torch.bool})  # dtypes that need no view of integers
+
+
+def share_threads() -> None:
+    """Let kernels run in torch's OpenMP threads, because other threads would compete with them for the cores.
+
+    After an operator torch's threads wait for the next one awake, which takes the cores from other threads.
+    """
+    library = ctypes.CDLL(sys.modules["torch._C"].__file__)
+    parallel = getattr(library, "GOMP_parallel", None)  # absent from other compilers' OpenMP
+    cpu.launches.parallel = ctypes.cast(parallel, ctypes.c_void_p).value or 0 if parallel else 0
 
 
 def to_numpy(name: str, tensor: torch.Tensor) -> Array:
