@@ -24,7 +24,7 @@ def keydiff(inputs: Inputs) -> Array:
     lengths = norms(inputs.keys)
     units = inputs.keys / np.maximum(lengths, 1e-12)[..., None].astype(np.float32)
     anchor = units.mean(2, keepdims=True, dtype=np.float64).astype(np.float32)  # [B, Hkv, 1, D]
-    products = (inputs.keys @ anchor.swapaxes(2, 3))[..., 0]
+    products = np.einsum("bhsd,bhd->bhs", inputs.keys, anchor[:, :, 0])
     return -products / np.maximum(lengths * norms(anchor), 1e-8)
 
 
@@ -66,9 +66,10 @@ def lag_weights(states: Array, lag: int) -> Array:
     chunks = states.reshape(*states.shape[:2], -1, lag, states.shape[3])
     own, following = chunks[:, :, :-1], chunks[:, :, 1:]
     low, high = following.min(3, keepdims=True), following.max(3, keepdims=True)  # min', max'
-    z = np.divide(own - low, high - low, out=np.zeros_like(own), where=high > low)
-    deviations = z.std(-1, ddof=1, dtype=np.float64) if z.shape[-1] > 1 else np.zeros(z.shape[:-1])
-    return softmax_in_place(deviations.astype(np.float32))
+    z = (own - low) / np.where(high > low, high - low, np.float32(np.inf))  # 0 where a range is empty
+    z -= z.mean(-1, dtype=np.float64, keepdims=True).astype(np.float32)
+    squares = np.square(z, out=z).sum(-1, dtype=np.float64)
+    return softmax_in_place(np.sqrt(squares / max(z.shape[-1] - 1, 1)).astype(np.float32))
 
 
 @scorer("values")

@@ -5,10 +5,11 @@ import numpy as np
 from kvkit.checks.values import finite_number, integer, text
 from kvkit.eviction.arithmetic import checked_window, mean_of_groups, norms, pooled, protected, window_sums
 from kvkit.eviction.inputs import Inputs, softmax_in_place
+from kvkit.eviction.products import product
 from kvkit.eviction.scorers import scorer
 from kvkit.typed import Array
 
-SEARCHED = 1024  # keys whose cosines are searched at once, for as many others
+SEARCHED = 1024  # keys that are searched for at once, among 1/16 as many, and then among up to half as many
 
 
 @scorer("queries or weights")
@@ -61,7 +62,7 @@ def rkv(
     for b, h in np.ndindex(inputs.keys.shape[:2]):
         products = np.full((window, earlier), -np.inf, np.float32)
         for query in queries[b, h]:
-            np.maximum(products, query @ inputs.keys[b, h, :earlier].T, out=products)
+            np.maximum(products, product(query, inputs.keys[b, h, :earlier].T), out=products)
         weights = softmax_in_place(products * np.float32(queries.shape[-1] ** -0.5)).mean(0, dtype=np.float64)
         redundancy = softmax_in_place(mean_cosines(inputs.keys[b, h], threshold))[:earlier]
         result[b, h] = mix * pooled(weights, kernel, "max") - (1 - mix) * redundancy
@@ -72,25 +73,37 @@ def mean_cosines(keys: Array, threshold: float) -> Array:
     """Return the mean cosine of each key [S, D] with all keys as `rkv` defines it, float32 [S].
 
     With u = k / |k|, the cosines of key i sum to u_i (sum of u). Without are u_i u_i, and u_i u_j for every
-    key j whose last alike key is i. These are searched from the end, where most keys have one.
+    key j whose last alike key is i.
     """
-    tokens = len(keys)
     units = keys / (norms(keys) + 1e-8)[:, None].astype(np.float32)
-    last, open_rows = np.zeros(tokens, np.int64), np.arange(tokens)  # key 0 if none is alike
-    for end in range(tokens, 0, -SEARCHED):
-        begin, found = max(end - SEARCHED, 0), []
-        for first in range(0, len(open_rows), SEARCHED):
-            rows = open_rows[first : first + SEARCHED]
-            cosines = units[rows] @ units[begin:end].T  # [rows, keys]
-            own = np.flatnonzero((rows >= begin) & (rows < end))
-            cosines[own, rows[own] - begin] = 0  # with itself
-            hits = np.flatnonzero(cosines.max(1) > threshold)
-            last[rows[hits]] = end - 1 - np.argmax(cosines[hits, ::-1] > threshold, 1)
-            found.append(np.delete(rows, hits))
-        open_rows = np.concatenate(found) if found else open_rows
-    sums = units @ units.sum(0, dtype=np.float64) - np.square(units).sum(1, dtype=np.float64)
-    removed = np.einsum("sd,sd->s", units, units[last]) * (last != np.arange(tokens))
-    return ((sums - np.bincount(last, removed, tokens)) / tokens).astype(np.float32)
+    last = last_alike(units, threshold)
+    sums = np.einsum("sd,d->s", units, units.sum(0, dtype=np.float64))
+    sums -= np.square(units).sum(1, dtype=np.float64)
+    removed = np.einsum("sd,sd->s", units, units[last]) * (last != np.arange(len(keys)))
+    return ((sums - np.bincount(last, removed, len(keys))) / len(keys)).astype(np.float32)
+
+
+def last_alike(units: Array, threshold: float) -> Array:
+    """Return for each unit vector [S, D] the last one whose product with it is above a threshold, or 0.
+
+    They are searched from the end, where most have one, in blocks that grow.
+    """
+    tokens, size = len(units), SEARCHED // 16
+    last, rows, end = np.zeros(tokens, np.int64), np.arange(tokens), tokens
+    while end > 0 and len(rows):
+        begin, open_rows = max(end - size, 0), []
+        block = np.ascontiguousarray(units[begin:end][::-1].T)
+        for first in range(0, len(rows), SEARCHED):
+            own = rows[first : first + SEARCHED]
+            alike = product(units[own], block) > threshold  # [rows, keys], from the last key on
+            inside = np.flatnonzero((own >= begin) & (own < end))
+            alike[inside, end - 1 - own[inside]] = threshold < 0  # with itself: its cosine counts as 0
+            column = alike.argmax(1)
+            found = alike[np.arange(len(own)), column]
+            last[own[found]] = end - 1 - column[found]
+            open_rows.append(own[~found])
+        rows, end, size = np.concatenate(open_rows), begin, min(2 * size, SEARCHED // 2)
+    return last
 
 
 @scorer("queries", scored="pages")

@@ -10,6 +10,7 @@ import numpy as np
 from kvkit.checks.values import checked_format
 from kvkit.errors import argument_error, describe
 from kvkit.eviction.padding import checked_padding, of_real_queries
+from kvkit.eviction.products import product
 from kvkit.formats.elements import FLOATS
 from kvkit.typed import Array
 
@@ -110,6 +111,9 @@ def finite_floats(name: str, array: Array, ndim: int, real: Array | None = None)
     """Return an array as float32; raise with the place of the first NaN or infinity of a `real` token."""
     checked_format(name, array, FLOATS, ndim)
     wide = array.astype(np.float32, copy=False)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(wide.sum()):  # then every number is; finite ones may have an infinite sum
+            return wide
     wrong = ~np.isfinite(wide)
     if real is not None and wrong.any() and len(wide) == len(real) and wide.shape[2] <= real.shape[1]:
         tokens = real[:, None, -wide.shape[2] :]  # of keys, or of the last queries
@@ -154,7 +158,7 @@ def weight_blocks(inputs: Inputs, window: int) -> Iterator[tuple[int, int, int, 
                 rows = inputs.weights[b, h * group : (h + 1) * group, -window:]
                 yield b, h, first, rows[:, first:end]
                 continue
-            scores = queries[b, h, :, first:end] @ inputs.keys[b, h].T
+            scores = product(queries[b, h, :, first:end], inputs.keys[b, h].T)
             scores *= np.float32(queries.shape[-1] ** -0.5)
             last = tokens - window + np.arange(first, end)  # the last key that a query sees
             from_key = int(last[0]) + 1  # keys before it are visible to all queries of the block

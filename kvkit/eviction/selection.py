@@ -49,8 +49,13 @@ def kept_count(tokens: int, keep: float | None, count: SupportsIndex | None) -> 
 
 def best(scores: Array, count: int) -> Array:
     """Return the ascending indices of the `count` largest scores; among equal scores the earlier ones."""
-    order = np.argsort(-scores, axis=-1, kind="stable")
-    return np.sort(order[..., :count], axis=-1)
+    tokens, scores = scores.shape[-1], np.where(np.isnan(scores), -np.inf, scores)
+    if not 0 < count < tokens:
+        return np.tile(np.arange(min(count, tokens)), (*scores.shape[:-1], 1))
+    least = -np.partition(-scores, count - 1, axis=-1)[..., count - 1 : count]
+    chosen, equal = scores > least, scores == least
+    chosen |= equal & (np.cumsum(equal, -1) <= count - chosen.sum(-1, keepdims=True))
+    return np.nonzero(chosen)[-1].reshape(*scores.shape[:-1], count)
 
 
 @returns_input_kind
@@ -183,8 +188,7 @@ def per_head(name: str, numbers: ArrayLike, shape: tuple[int, ...], kinds: str) 
 
 def take(scores: Array, counts: Array) -> Kept:
     """Return the rows with the best scores of each head; `counts` [B, Hkv] says how many."""
-    order = np.argsort(-scores, axis=-1, kind="stable")
-    rows = [np.sort(order[index][: counts[index]]) for index in np.ndindex(counts.shape)]
+    rows = [best(scores[index], int(counts[index])) for index in np.ndindex(counts.shape)]
     return Kept(np.concatenate(rows), np.append(0, np.cumsum(counts)))
 
 

@@ -34,19 +34,23 @@ def round_to(x: Array | np.float32, dtype: DTypeLike) -> Array:
     return rounded
 
 
+def reduced(rule: np.ufunc, x: Array) -> Array:
+    """Return the minimum or maximum of each group [..., n], as [..., 1]."""
+    while x.shape[-1] and not x.shape[-1] % 2:  # by halves: numpy is slow along short axes
+        x = rule(x[..., ::2], x[..., 1::2])
+    result: Array = rule.reduce(x, -1, keepdims=True)
+    return result
+
+
 def magnitude(x: Array) -> Array:
-    """Return amax of each group."""
-    x = np.abs(x)
-    while x.shape[-1] in (2, 4, 8, 16):  # by halves: numpy is slow along short axes
-        x = np.maximum(x[..., ::2], x[..., 1::2])
-    largest: Array = x.max(-1, keepdims=True, initial=0)
-    return largest
+    """Return amax of each group; 0 for no numbers."""
+    return reduced(np.maximum, np.abs(x)) if x.shape[-1] else np.zeros((*x.shape[:-1], 1), x.dtype)
 
 
 def extremes(x: Array) -> tuple[Array, Array]:
     """Return (minimum, maximum) of each group."""
     x = x if x.shape[-1] else np.zeros((*x.shape[:-1], 1), x.dtype)  # no tokens: the extremes are 0
-    return x.min(-1, keepdims=True), x.max(-1, keepdims=True)
+    return reduced(np.minimum, x), reduced(np.maximum, x)
 
 
 def inverse(scale: Array) -> Array:
@@ -108,14 +112,15 @@ def ggml_searched(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any)
     s * c is sum(w x x) - gain, with gain = sum(w c x)**2 / sum(w c c).
     """
     table = format.code.table
+    numbers = table[codes_of_halves(False)]  # the element nearest to each multiple of 1/2
     top = np.take_along_axis(x, np.abs(x).argmax(-1)[..., None], -1)
     best_gain = np.full_like(top, -1)
     scale = np.full_like(top, np.inf)  # makes all codes 0; it stays if all gains are NaN
     w, inverse_top = x * x, inverse(top)
     for end in (-table[0], *(table[0] + np.float32(step) for step in range(-7, 8))):
-        c = table[nearest_codes(x * (end * inverse_top), table)]
+        c = numbers[index_of_halves(x * (2 * end * inverse_top), False)]
         wc = w * c
-        wcx, wcc = ((wc * other).sum(-1, keepdims=True) for other in (x, c))
+        wcx, wcc = (np.einsum("...i,...i->...", wc, other)[..., None] for other in (x, c))
         gain = wcx * wcx * inverse(wcc)
         better = gain > best_gain
         best_gain, scale = np.where(better, gain, best_gain), np.where(better, wcx * inverse(wcc), scale)
@@ -266,12 +271,17 @@ def nearest_codes(x: Array, table: Array, upper: bool = False) -> Array:
     one of them: of the lower one if ties take the higher code. A table has these codes.
     """
     if len(table) == len(IQ4.table) and np.array_equal(table, IQ4.table):
-        doubled = np.multiply(x, 2, dtype=np.float32)
-        (np.floor if upper else np.ceil)(doubled, out=doubled)
-        np.fmax(np.fmin(doubled, 2 * table[-1], out=doubled), 2 * table[0], out=doubled)  # NaN: the last code
-        doubled -= 2 * table[0]
-        return codes_of_halves(upper)[doubled.astype(np.int16)]
+        return codes_of_halves(upper)[index_of_halves(np.multiply(x, 2, dtype=np.float32), upper)]
     return codes_by_distance(x, table, upper)
+
+
+def index_of_halves(doubled: Array, upper: bool) -> Array:
+    """Return the index in `codes_of_halves` of each x, from 2 x, which is overwritten."""
+    low, high = 2 * IQ4.table[0], 2 * IQ4.table[-1]
+    (np.floor if upper else np.ceil)(doubled, out=doubled)
+    np.fmax(np.fmin(doubled, high, out=doubled), low, out=doubled)  # NaN: the last code
+    doubled -= low
+    return doubled.astype(np.int16)
 
 
 @cache
@@ -304,22 +314,27 @@ def codes_by_upper_half(element: Element) -> Array:
     and rounding by the table equals rounding the float32.
     """
     x = (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)
+    if element.bits < 8:
+        return codes_by_ties(x, element).astype(np.uint8)
     low, high = map(np.float32, element.limits)
     codes = np.clip(x, low, high).astype(element.dtype).view(np.uint8)
     return np.where(np.isnan(x), np.signbit(x) * np.uint8(128) + np.uint8(127), codes)
 
 
-def round_to_floats(x: Array, element: Element) -> Array:
-    """Round to the nearest codes of a float element, ties to the even code. Larger numbers saturate."""
-    if element.bits == 8:
-        bits = np.ascontiguousarray(x).view(np.uint32)
-        codes: Array = codes_by_upper_half(element)[bits >> 16 | (bits & 0xFFFF != 0)]
-        return codes
+def codes_by_ties(x: Array, element: Element) -> Array:
+    """Return the codes of float elements nearest to each x, ties to the even code."""
     magnitudes = element.table[: len(element.table) // 2]  # codes of negative numbers follow, in this order
     ties = (magnitudes[1:] + magnitudes[:-1]) / 2
     below, above = (np.searchsorted(ties, np.abs(x), side) for side in ("left", "right"))  # differ at ties
     even: Array = np.where(below % 2, above, below) + np.signbit(x) * len(magnitudes)
     return even
+
+
+def round_to_floats(x: Array, element: Element) -> Array:
+    """Round to the nearest codes of a float element, ties to the even code. Larger numbers saturate."""
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    codes: Array = codes_by_upper_half(element)[bits >> 16 | (bits & 0xFFFF != 0)]
+    return codes
 
 
 def half_away(ratio: Array) -> Array:

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvkit.errors import KvkitError, argument_error, brief
-from kvkit.eviction import SCORERS, budgets, scores, select
-from kvkit.eviction.inputs import scores_array
+from kvkit.eviction import SCORERS, budgets, select
+from kvkit.eviction.inputs import Inputs, checked_inputs, scores_array
 from kvkit.eviction.selection import Kept, kept_count
 from kvkit.rope import Rope
 from kvkit.tools.readers import LayerReader
@@ -67,6 +67,7 @@ class JudgedContext(NamedTuple):
     selecting: Array | None = None  # the queries before the judging ones, for scorers [1, Hq, W, D]
     exact: ExactAttention | None = None  # None without queries
     no_queries: str = "none"  # what the source has instead of queries, for errors
+    inputs: Inputs | None = None  # of scorers, after their checks
 
 
 def count_judging(count: int, judge: int | None) -> int:
@@ -111,6 +112,10 @@ def study_policies(
         with errors_of(policies[0].name, layer.name):
             return list(kept_rows(contexts, policies, plan, place))
 
+    named = [each.name for each in plan.policies if each.scorer in SCORERS]
+    if named:
+        with errors_of(named[0], layer.name):
+            contexts = [each._replace(inputs=inputs_of(each)) for each in contexts]
     by_scheme: dict[str, list[Entry]] = {}
     for entry in itertools.chain(*threads.map(selected, plan.groups())):
         by_scheme.setdefault(scheme_of(entry[0]), []).append(entry)
@@ -200,7 +205,14 @@ def scores_of(policy: Policy, context: JudgedContext, plan: StudyPlan, place: He
     if policy.scorer in UNROTATED and isinstance(plan.rope, Rope) and queries is not None:
         begin = end - queries.shape[2]
         queries = plan.rope.shift(queries, -np.arange(begin, end)) / np.float32(plan.rope.attention_factor)
-    return scores(policy.scorer, keys, values, queries=queries, **options)
+    inputs = (context.inputs or inputs_of(context))._replace(queries=queries)
+    return np.ascontiguousarray(SCORERS[policy.scorer].score(inputs, **options), np.float32)
+
+
+def inputs_of(context: JudgedContext) -> Inputs:
+    """Check what scorers may read of a context."""
+    keys, values = (side[None, :, : context.choosable] for side in (context.keys, context.values))
+    return checked_inputs(keys, values, context.selecting)
 
 
 def scores_by(function: Any, layer: int, keys: Array, values: Array, queries: Array | None) -> Array:

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvkit.eviction.products import long_product, product
 from kvkit.tools.readers import SideReader
-from kvkit.tools.studies.measures import ONE_THREAD, SideErrors, TokenErrors, code_parts, product
+from kvkit.tools.studies.measures import SideErrors, TokenErrors, code_parts
 from kvkit.typed import Array
 
-SUMMED = 128  # tokens that are summed in float32; sums of these are in float64
 LEAST = 1e-20  # a smaller sum of exp(score - largest score) is computed again, from its own largest score
 
 
@@ -60,7 +60,7 @@ def attend_exactly(keys: Array, values: Array, query: Array) -> ExactAttention:
     np.exp(np.subtract(weights, most[:, None], out=weights), out=weights)
     sums = weights.sum(1, dtype=np.float64)
     weights /= sums[:, None].astype(np.float32)
-    output = np.concatenate([weighted(*pair)[None] for pair in zip(weights, values, strict=True)])
+    output = long_product(weights.swapaxes(1, 2), values)
     top = np.ascontiguousarray(weights.swapaxes(1, 2)).argmax(-1)  # along an inner axis argmax is slow
     return ExactAttention(rows, last, weights, most + np.log(sums), top, output)
 
@@ -69,17 +69,6 @@ def hide(scores: Array, tokens: Array, last: Array, value: float = -np.inf) -> N
     """Overwrite the scores [..., m, R] of ascending tokens [m] after the last one that each query sees."""
     first = int(np.searchsorted(tokens, last.min(initial=0) + 1))  # some query does not see this token
     scores[..., first:, :][..., tokens[first:, None] > last] = value
-
-
-def weighted(weights: Array, values: Array) -> Array:
-    """Return the sums of values [m, Dv] with weights [m, R], float32 [R, Dv]."""
-    tokens, rows = weights.shape
-    result = np.zeros((rows, values.shape[1]), np.float32)
-    size = max(ONE_THREAD // (rows * values.shape[1]), 64)
-    for begin in range(0, tokens, size):
-        part = slice(begin, begin + size)
-        result += product(weights[None, part].swapaxes(1, 2), values[None, part])[0]
-    return result
 
 
 def head_tokens(exact: ExactAttention, h: int, sides: Sequence[Array], coded: Sequence[Array] | None,
@@ -105,15 +94,6 @@ def head_tokens(exact: ExactAttention, h: int, sides: Sequence[Array], coded: Se
     return HeadTokens(tokens, weights, change, stored, top, coded[1])
 
 
-def sums_of_kept(kept: Array, x: Array) -> Array:
-    """Return the sums of x [m, R] over the tokens that policies keep, float32 [policies, m] of 0 and 1."""
-    total = np.zeros((len(kept), x.shape[1]))
-    for begin in range(0, len(x), SUMMED):
-        part = slice(begin, begin + SUMMED)
-        total += product(kept[None, :, part], x[None, part])[0]
-    return total
-
-
 def compare_kept(
     exact: ExactAttention, h: int, sides: Sequence[Array], coded: Sequence[Array] | None,
     of_policies: Sequence[Array], tokens: Array | None = None,
@@ -130,22 +110,24 @@ def compare_kept(
     Without a scheme P' is P / kept, and only the first term remains.
     """
     head = head_tokens(exact, h, sides, coded, tokens)
-    places = [np.searchsorted(head.tokens, kept) for kept in of_policies]
+    # Among the tokens of `head`: all of the sequence, or those that one policy keeps.
+    places = of_policies if tokens is None else [np.arange(len(tokens))]
     masks = np.zeros((len(places), len(head.tokens)), np.float32)
     for mask, at in zip(masks, places, strict=True):
         mask[at] = 1
     output, tiny = exact.output[h], np.finfo(np.float64).tiny
-    kept = sums_of_kept(masks, head.weights)  # [policies, R]
+    kept = long_product(masks, head.weights, np.float64)  # [policies, R]
     lost = -np.log(np.clip(kept, tiny, 1))
     sums, divergence, logit = kept, lost, np.zeros_like(kept)
     if head.change is not None:
-        sums = sums_of_kept(masks, head.scores)
-        within = -sums_of_kept(masks, head.weights * head.change) / np.maximum(kept, tiny)
+        sums = long_product(masks, head.scores, np.float64)
+        within = -long_product(masks, head.weights * head.change, np.float64) / np.maximum(kept, tiny)
         within += lost - exact.log_sums[h] + np.log(np.maximum(sums, tiny)) + head.top
         divergence = lost + np.maximum(within, 0)
         visible = np.ones_like(head.change)
         hide(visible, head.tokens, exact.last, 0)
-        logit = sums_of_kept(masks, np.abs(head.change)) / sums_of_kept(masks, visible)
+        logit = long_product(masks, np.abs(head.change), np.float64)
+        logit /= long_product(masks, visible, np.float64)
     top = np.minimum(np.searchsorted(head.tokens, exact.top[h]), len(head.tokens) - 1)
     evicted = head.tokens[top] != exact.top[h]
     for i, at in enumerate(places):
@@ -156,7 +138,7 @@ def compare_kept(
             continue
         scores = head.scores if everything else np.take(head.scores, at, axis=0)
         values = head.values if everything else np.take(head.values, at, axis=0)
-        found = weighted(scores, values) / np.maximum(sums[i], tiny)[:, None]
+        found = long_product(scores.T, values) / np.maximum(sums[i], tiny)[:, None]
         changed = evicted | (masks[i, top] == 0)
         if head.change is not None:
             changed = changed | (head.scores[top, np.arange(len(top))] < scores.max(0))
@@ -167,7 +149,9 @@ def compare_kept(
         }  # fmt: skip
 
 
-def code_tokens(scheme: Any, x: Array, side: SideReader, errors: SideErrors | TokenErrors) -> Array:
+def code_tokens(
+    scheme: Any, x: Array, side: SideReader, errors: SideErrors | TokenErrors | None = None
+) -> Array:
     """Encode the tokens of heads [H, m, D] as a new prompt, add their errors, and return them decoded."""
     tokens = x.swapaxes(0, 1)
     if not len(tokens):

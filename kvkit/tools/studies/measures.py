@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 
 from kvkit.errors import argument_error
+from kvkit.eviction.products import long_product, product
+from kvkit.formats.scales import magnitude
 from kvkit.tools.readers import LayerReader, SideReader
 from kvkit.tools.studies.entropy import COUNTED, CodeCounts, codes_and_others
 
 ELEMENTS = 2**17  # elements encoded at a time
 JUDGING = 64  # at most so many of the last queries of a sequence are measured
-ONE_THREAD = 2**18  # OpenBLAS runs products with at most so many multiplications on one thread
 MEANS = {  # {sum: name of its mean}
     "logit": "logit_error", "kl": "kl", "output": "output_error", "top_changed": "top_changed",
     "weight": "weight_kept",
@@ -41,7 +42,7 @@ def measure_tokens(x: np.ndarray, decoded: np.ndarray) -> np.ndarray:
     norms = np.sqrt(squares * decoded_squares)
     cosines = np.where(squares == decoded_squares, np.float32(1), np.float32(0))  # if a vector is 0
     np.divide(products, norms, out=cosines, where=norms > 0)
-    return np.stack((squares, errors, np.maximum(error.max(2), -error.min(2)), cosines))
+    return np.stack((squares, errors, magnitude(error)[..., 0], cosines))
 
 
 class SideErrors:
@@ -167,31 +168,72 @@ def decode_like(scheme: Any, arrays: Any, like: np.ndarray) -> np.ndarray:
     return found
 
 
-def code_parts(scheme: Any, side: SideReader, errors: SideErrors | TokenErrors) -> Iterator[np.ndarray]:
-    """Encode and decode a side, part by part; add errors and bits, and yield the decoded tokens."""
+def code_parts(
+    scheme: Any, side: SideReader, errors: SideErrors | TokenErrors | None
+) -> Iterator[np.ndarray]:
+    """Encode and decode a side, part by part; add errors and bits, if any, and yield the decoded tokens."""
     (scheme,), parts = prepare_schemes(0, side.tokens, (scheme, side))
-    stride = -(-side.tokens // COUNTED)  # one part of so many is counted for its entropy
     for number, (part, x) in enumerate(zip(parts, floats(side, parts), strict=True)):
-        arrays = scheme.encode(x)
-        decoded = decode_like(scheme, arrays, x)
-        with np.errstate(invalid="ignore", over="ignore"):
-            total = decoded.sum()
-        if not np.isfinite(total):
-            check_finite("decode", decoded, part.start)
-        errors.add(x, decoded)
-        codes = scheme.codes(arrays) if hasattr(scheme, "codes") else None
-        if codes is not None and codes.size:
-            table, (low, high) = scheme.format.code.table, scheme.format.code.limits
-            marks = ((table <= low) | (table >= high)) + (table == 0) * np.uint64(ZERO_MARK)
-            errors.add_codes(codes, marks)
-        if errors.counts is not None and number % stride == 0:
-            plain = arrays["rest"].size * side.bits if hasattr(scheme, "others") else 0
-            errors.counts.add(len(x), *codes_and_others(scheme, arrays, codes, x), plain)
-        if hasattr(scheme, "stored"):
-            errors.bits += scheme.stored(arrays, side.bits, first=not part.start)
-        else:
-            errors.bits += 8 * sum(np.asarray(array).nbytes for array in arrays.values())
-        yield decoded
+        yield code_part(scheme, side, x, number, part.start, errors)
+
+
+def code_part(
+    scheme: Any, side: SideReader, x: np.ndarray, number: int, first: int,
+    errors: SideErrors | TokenErrors | None,
+) -> np.ndarray:  # fmt: skip
+    """Encode and decode a numbered part x of a side, from token `first` on; add errors and bits."""
+    arrays = scheme.encode(x)
+    decoded = decode_like(scheme, arrays, x)
+    with np.errstate(invalid="ignore", over="ignore"):
+        total = decoded.sum()
+    if not np.isfinite(total):
+        check_finite("decode", decoded, first)
+    if errors is None:
+        return decoded
+    errors.add(x, decoded)
+    codes = scheme.codes(arrays) if hasattr(scheme, "codes") else None
+    if codes is not None and codes.size:
+        table, (low, high) = scheme.format.code.table, scheme.format.code.limits
+        marks = ((table <= low) | (table >= high)) + (table == 0) * np.uint64(ZERO_MARK)
+        errors.add_codes(codes, marks)
+    if errors.counts is not None and number % -(-side.tokens // COUNTED) == 0:
+        plain = arrays["rest"].size * side.bits if hasattr(scheme, "others") else 0
+        errors.counts.add(len(x), *codes_and_others(scheme, arrays, codes, x), plain)
+    if hasattr(scheme, "stored"):
+        errors.bits += scheme.stored(arrays, side.bits, first=not first)
+    else:
+        errors.bits += 8 * sum(np.asarray(array).nbytes for array in arrays.values())
+    return decoded
+
+
+def code_sides(
+    layer: LayerReader, schemes: Sequence[Any], errors: Sequence[SideErrors], judge: int
+) -> AttentionSums | None:
+    """Encode and decode the sides of a layer, add their errors, and return those of attention.
+
+    A sequence is encoded once where its codes are those of the whole side: if it is the only one, or if
+    schemes encode each token by itself.
+    """
+    sides, queries = list(layer.sides.values()), layer.queries
+    pairs = list(zip(schemes, sides, strict=False))
+    alone = all(getattr(scheme, "by_token", False) for scheme, _ in pairs)
+    if queries is None or not (alone or len(queries) == 1):
+        for (scheme, side), own in zip(pairs, errors, strict=True):
+            for _ in code_parts(scheme, side, own):
+                pass  # only errors and bits are needed
+        both = [schemes[0], schemes[0] if layer.value_dim else schemes[1]]
+        return None if queries is None else attention_errors(layer, *both, judge=judge)
+    sums = AttentionSums()
+    for query, begin, end in zip(queries, layer.starts, layer.starts[1:], strict=False):
+        comparison = AttentionComparison(layer, last_queries(query, judge), begin, end)
+        prepared, parts = prepare_schemes(begin, end, *pairs)
+        of_parts = zip(parts, *(floats(side, parts) for side in sides), strict=True)
+        for number, (part, *xs) in enumerate(of_parts):
+            each = zip(prepared, sides, xs, errors, strict=True)
+            decoded = [code_part(scheme, side, x, number, part.start, own) for scheme, side, x, own in each]
+            comparison.add(part, (xs[0], xs[-1]), (decoded[0], decoded[-1]))
+        sums.add(comparison.measures, comparison.count)
+    return sums
 
 
 def outliers(name: str, side: SideReader) -> tuple[np.ndarray, np.ndarray]:
@@ -223,21 +265,6 @@ def check_finite(name: str, x: np.ndarray, first: int = 0) -> None:
         raise argument_error(name, "finite numbers", f"{what} in head {head}, token {first + token}")
 
 
-def product(rows: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Multiply [heads, rows, k] by [heads, k, n], in parts for which BLAS starts no threads.
-
-    Schemes already run in threads, and waiting threads of OpenBLAS spin. `other` is made contiguous because
-    each part reads it.
-    """
-    other = np.ascontiguousarray(other)
-    out = np.empty((*rows.shape[:2], other.shape[2]), np.float32)
-    count = max(ONE_THREAD // other[0].size, 1)
-    for first in range(0, rows.shape[1], count):
-        part = slice(first, first + count)
-        np.matmul(rows[:, part], other, out=out[:, part])
-    return out
-
-
 class RunningAttention:
     """Accumulates attention of query rows [heads, rows] over blocks of tokens, with an online softmax."""
 
@@ -260,7 +287,7 @@ class RunningAttention:
         np.exp(np.subtract(logits, m[..., None], out=logits), out=logits)
         self.l = self.l * alpha + logits.sum(-1)
         self.o *= alpha[..., None]
-        self.o += product(logits, value)
+        self.o += long_product(logits, value)
         return alpha
 
     @property
@@ -274,64 +301,81 @@ class RunningAttention:
         return self.m + np.log(self.l)
 
 
-def compare_attention(
-    layer: LayerReader, query: np.ndarray, begin: int, end: int, *schemes: Any
-) -> dict[str, np.ndarray]:
-    """Return {measure: [heads, rows]} of the errors that schemes cause in attention of the last queries.
+class AttentionComparison:
+    """Compares attention of the last queries [count, Hq, D] of a sequence with that over decoded tokens.
 
     The query heads of a key head are rows of one product, for a block of tokens at a time. With exact scores
     S, weights P and log-sum-exp L, and S' and L' from decoded keys, the divergence is
 
         KL(P, P') = -(sum of P (S' - S)) - L + L'
-
-    "output" and "norm" are sums of squares: of the error, and of the exact output.
     """
-    sides = layer.key, layer.value
-    heads, (count, _, dim), tokens = layer.key.heads, query.shape, end - begin
-    rows = query.reshape(count, heads, -1, dim).transpose(1, 2, 0, 3).reshape(heads, -1, dim)
-    rows = rows / np.float32(np.sqrt(dim)) if layer.scale is None else rows * np.float32(layer.scale)
-    last = np.tile(np.arange(tokens - count, tokens), rows.shape[1] // count)  # the last token each row sees
-    width = layer.value_dim or layer.value.dim
-    exact, lossy = (RunningAttention(heads, rows.shape[1], width) for _ in range(2))
-    logit, weighted_change = np.zeros((2, *exact.l.shape))  # sums of |S' - S|, and of exp(S - m) (S' - S)
-    prepared, parts = prepare_schemes(begin, end, *zip(schemes, sides, strict=True))
-    for part, *pair in zip(parts, *(floats(side, parts) for side in sides), strict=True):
-        decoded = [decode_like(scheme, scheme.encode(x), x) for scheme, x in zip(prepared, pair, strict=True)]
+
+    def __init__(self, layer: LayerReader, query: np.ndarray, begin: int, end: int) -> None:
+        heads, (self.count, _, dim), self.begin = layer.key.heads, query.shape, begin
+        rows = query.reshape(self.count, heads, -1, dim).transpose(1, 2, 0, 3).reshape(heads, -1, dim)
+        self.rows = rows * np.float32(dim**-0.5 if layer.scale is None else layer.scale)
+        # The last token that each row sees.
+        self.last = np.tile(np.arange(end - begin - self.count, end - begin), rows.shape[1] // self.count)
+        self.width = layer.value_dim or layer.value.dim
+        self.exact, self.lossy = (RunningAttention(heads, rows.shape[1], self.width) for _ in range(2))
+        # Sums of |S' - S|, and of exp(S - m) (S' - S).
+        self.logit, self.weighted_change = np.zeros((2, *self.exact.l.shape))
+
+    def add(self, part: slice, pair: Sequence[np.ndarray], decoded: Sequence[np.ndarray]) -> None:
+        """Add keys and values [tokens, heads, D] of a part, and their decoded numbers."""
         key, value, lossy_key, lossy_value = (x.swapaxes(0, 1) for x in (*pair, *decoded))
-        value, lossy_value = value[..., :width], lossy_value[..., :width]  # [heads, tokens, width]
-        logits, lossy_logits = (product(rows, side.swapaxes(1, 2)) for side in (key, lossy_key))
+        value, lossy_value = value[..., : self.width], lossy_value[..., : self.width]
+        logits, lossy_logits = (product(self.rows, side.swapaxes(1, 2)) for side in (key, lossy_key))
         change = lossy_logits - logits  # [heads, rows, tokens]
-        hidden = np.arange(part.start, part.stop) - begin > last[:, None]  # [rows, tokens]
+        hidden = np.arange(part.start, part.stop) - self.begin > self.last[:, None]  # [rows, tokens]
         if hidden.any():
             change[:, hidden] = 0
             logits[:, hidden] = lossy_logits[:, hidden] = -np.inf
-        logit += np.abs(change).sum(-1)
-        alpha = exact.add(logits, value, part.start)
-        weighted_change = weighted_change * alpha + np.einsum("hrt,hrt->hr", logits, change)
-        lossy.add(lossy_logits, lossy_value, part.start)
-    return {
-        "logit": logit / (last + 1),
-        "kl": np.maximum(-weighted_change / exact.l - exact.log_sum + lossy.log_sum, 0),
-        "output": ((lossy.output - exact.output) ** 2).sum(-1),
-        "norm": (exact.output**2).sum(-1),
-        "top_changed": lossy.top != exact.top,
-    }
+        self.logit += np.abs(change).sum(-1)
+        alpha = self.exact.add(logits, value, part.start)
+        self.weighted_change *= alpha
+        self.weighted_change += np.einsum("hrt,hrt->hr", logits, change)
+        self.lossy.add(lossy_logits, lossy_value, part.start)
+
+    @property
+    def measures(self) -> dict[str, np.ndarray]:
+        """Return {measure: [heads, rows]}.
+
+        "output" and "norm" are sums of squares: of the error, and of the exact output.
+        """
+        exact, lossy = self.exact, self.lossy
+        return {
+            "logit": self.logit / (self.last + 1),
+            "kl": np.maximum(-self.weighted_change / exact.l - exact.log_sum + lossy.log_sum, 0),
+            "output": ((lossy.output - exact.output) ** 2).sum(-1),
+            "norm": (exact.output**2).sum(-1),
+            "top_changed": lossy.top != exact.top,
+        }
 
 
-def attention_errors(layer: LayerReader, *schemes: Any, judge: int = JUDGING) -> AttentionSums:
+def last_queries(query: np.ndarray, judge: int) -> np.ndarray:
+    """Return the last `judge` queries of a sequence, at most `JUDGING`, as float32."""
+    return np.asarray(query[-min(judge, JUDGING) :], np.float32)
+
+
+def attention_errors(layer: LayerReader, *schemes: Any, judge: int) -> AttentionSums:
     """Return the sums of the errors that schemes cause in attention, for each key head.
 
-    The last `judge` queries of a sequence measure them, at most `JUDGING`.
+    Each sequence is encoded by itself. Its last `judge` queries measure the errors, at most `JUDGING`.
     """
-    sums = AttentionSums()
+    sums, sides = AttentionSums(), (layer.key, layer.value)
     for query, begin, end in zip(layer.queries or (), layer.starts, layer.starts[1:], strict=False):
-        query = np.asarray(query[-min(judge, JUDGING) :], np.float32)
-        sums.add(compare_attention(layer, query, begin, end, *schemes), len(query))
+        comparison = AttentionComparison(layer, last_queries(query, judge), begin, end)
+        prepared, parts = prepare_schemes(begin, end, *zip(schemes, sides, strict=True))
+        for part, *pair in zip(parts, *(floats(side, parts) for side in sides), strict=True):
+            both = zip(prepared, pair, strict=True)
+            comparison.add(part, pair, [decode_like(scheme, scheme.encode(x), x) for scheme, x in both])
+        sums.add(comparison.measures, comparison.count)
     return sums
 
 
 class AttentionSums:
-    """Sums the results of `compare_attention` over queries, for each key head."""
+    """Sums the results of `AttentionComparison` over queries, for each key head."""
 
     def __init__(self) -> None:
         self.sums: dict[str, np.ndarray] = {}

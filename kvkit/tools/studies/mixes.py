@@ -29,7 +29,6 @@ from kvkit.formats.mixes import FILE_END, FILE_KEY, mix_text, side_format
 from kvkit.tools.readers import LayerReader
 from kvkit.tools.studies.evicting import JudgedContext
 from kvkit.tools.studies.kept_tokens import attend_exactly, code_tokens
-from kvkit.tools.studies.measures import SideErrors
 from kvkit.tools.studies.policies import Target
 from kvkit.tools.studies.records import ChosenMix
 from kvkit.typed import Array
@@ -61,10 +60,10 @@ def output_errors(
     width = context.selecting.shape[1] // layer.key.heads
     query = context.selecting[0, head * width : (head + 1) * width, -CHOOSING:].swapaxes(0, 1)
     exact = attend_exactly(keys, values, query).output[:, :, None]  # [1, R, 1, Dv]
-    coded = [code_tokens(scheme, values, layer.value, SideErrors(1)) for _, scheme in schemes]
+    coded = [code_tokens(scheme, values, layer.value) for _, scheme in schemes]
     all_values, found = np.concatenate(coded, 2), []  # [1, n, schemes * Dv]
     for scheme, _ in schemes:
-        lossy = attend_exactly(code_tokens(scheme, keys, layer.key, SideErrors(1)), all_values, query).output
+        lossy = attend_exactly(code_tokens(scheme, keys, layer.key), all_values, query).output
         error = lossy.reshape(1, len(query) * width, len(schemes), -1) - exact
         found.append((error**2).sum((0, 1, 3), dtype=np.float64))
     return np.array(found), float((exact**2).sum(dtype=np.float64))

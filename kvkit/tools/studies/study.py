@@ -361,18 +361,15 @@ def study_scheme(
     kept = {"weight_kept": 1.0, "tokens_kept": layer.key.tokens} if evicts else {}
     stored, sums, output_error, entropy = [], [], None, np.zeros(2)
     try:
-        for (side, data), scheme in zip(layer.sides.items(), schemes, strict=False):
-            errors = measures.SideErrors(data.heads, data.tokens)
-            for _ in measures.code_parts(scheme, data, errors):
-                pass  # only errors and bits are needed
-            found += [{"head": h, "side": side, **row} for h, row in enumerate(errors.by_head())]
-            stored.append(errors.bits)
-            entropy += errors.counts.bits(data.tokens) if errors.counts else 0
-            sums.append((errors.errors.sum(), errors.squares.sum()))
-        if layer.value_dim:  # a latent row has the scheme of keys
-            sums, schemes = sums * 2, schemes[:1] * 2
-        if layer.queries is not None:
-            by_head = measures.attention_errors(layer, *schemes, judge=judge or measures.JUDGING)
+        errors = [measures.SideErrors(data.heads, data.tokens) for data in layer.sides.values()]
+        by_head = measures.code_sides(layer, schemes, errors, judge or measures.JUDGING)
+        for (side, data), own in zip(layer.sides.items(), errors, strict=True):
+            found += [{"head": h, "side": side, **row} for h, row in enumerate(own.by_head())]
+            stored.append(own.bits)
+            entropy += own.counts.bits(data.tokens) if own.counts else 0
+            sums.append((own.errors.sum(), own.squares.sum()))
+        sums *= 2 if layer.value_dim else 1  # a latent row has the scheme of keys
+        if by_head is not None:
             output_error = by_head.output_error
             rows = by_head.by_head()
             found += [{"head": h, "side": "attention", **row, **kept} for h, row in enumerate(rows)]
