@@ -29,7 +29,7 @@ VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "neon": "NEON"}  # the widest f
 @click.option("--compiled", is_flag=True, help="List the compiled code by module too.")
 @click.option("--json", "for_programs", is_flag=True, help="Print JSON.")
 def info(compiled: bool, for_programs: bool) -> None:
-    """Show versions, the CPU, threads, the size of compiled code, and backends.
+    """Show versions, the CPU, threads, compiled code and backends.
 
     \b
     Examples:

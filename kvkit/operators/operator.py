@@ -71,6 +71,12 @@ class Operator:
             package_or_function = getattr(package_or_function, name)
         return cast(Callable[..., Any], package_or_function)
 
+    def call(self, arguments: Mapping[str, Any], package: str = "kvkit") -> Any:
+        """Call the function of a package with arguments by name; missing inputs are None."""
+        positional = [array.name for array in self.inputs if not array.keyword]
+        rest = {name: value for name, value in arguments.items() if name not in positional}
+        return self.function(package)(*map(arguments.get, positional), **rest)
+
     def returned(self, attributes: Mapping[str, object]) -> list[str]:
         """Return the names of the arrays that a call with these attributes returns."""
         outputs = [x.name for x in self.outputs if not x.only_with or attributes.get(x.only_with)]

@@ -172,7 +172,9 @@ def diff(
         a line such as "| l kv b n h c".
     like : path or dict of arrays, optional
         Inputs that help to explain differences: the floats that were quantized, by the name of their codes;
-        ``before`` (or ``before_NAME``), the array before the call; ``positions`` and ``rope_base`` of keys.
+        ``before`` (or ``before_NAME``), the array before the call; ``positions`` and ``rope_base`` of keys;
+        of attention ``query`` with ``key`` and ``value`` [batch, heads, tokens, dim], or with the other
+        inputs of `kvkit.paged_attention`, and ``softmax_scale``, if it is not head_dim ** -0.5.
     sizes : dict, optional
         Lengths of the layouts' axes, as in `kvkit.layouts.view`.
     axes : str, optional
@@ -230,7 +232,8 @@ def diff(
     problems += [f"{name}: only in b" for name in two if name not in one]
     if like is not None and not usable_inputs(inputs, {name: one[name] for name in common}):
         shapes = ", ".join(f"{name} {np.shape(x)}" for name, x in inputs.items())
-        wanted = f"floats with the names and shapes of {', '.join(common)}; or before, positions"
+        of_attention = "query, key, value"
+        wanted = f"floats with the names and shapes of {', '.join(common)}; before, positions; {of_attention}"
         raise argument_error("like", wanted, brief(shapes) or "nothing")
     here = advance if mapper is map else None  # workers report whole arrays, not pieces
     of_tables = {} if known_axes is VIEW_AXES else known_axes

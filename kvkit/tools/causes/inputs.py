@@ -61,6 +61,7 @@ def usable_inputs(like: Mapping[str, Any], expected: Mapping[str, np.ndarray]) -
                 each == "positions" and np.size(value) > 0 and array.size % np.size(value) == 0,
                 each == "rope_base" and not shape,
                 each in names_beside(name)[1] and quantized_input(replace(trial, like={each: value})),
+                trial.is_attention,
                 name.endswith("_cache") and each == name.removesuffix("_cache") and set(like) >= WINDOWED,
             )
             if any(cases):

@@ -16,6 +16,7 @@ from kvkit.tools.counting import Tolerances, equal_elements, word_view
 ORDER = "l", "kv", "b", "n", "h", "c"
 LEAST_BITS = 12  # the fewest bits that a cause must save: chance saves as many once in 4096 guesses
 LEAST_SHARE = 0.02  # the least share of the differing bytes that a further cause must explain
+NEARLY_ALL = 0.9  # the least share of the differing bytes of attention's outputs that a cause must explain
 SURE_BITS = 4  # if a guess leaves no more bits unexplained, other causes are not tried
 MOST_CAUSES = 3  # the most causes of an array
 
@@ -74,6 +75,14 @@ class Trial:
         if not isinstance(before, np.ndarray) or before.shape != self.expected.shape:
             return None
         return before.astype(self.expected.dtype, copy=False)
+
+    @property
+    def is_attention(self) -> bool:
+        """Return whether the array may be an output or log-sum-exp of attention with the given queries."""
+        query, array = self.like.get("query"), self.expected
+        if not isinstance(query, np.ndarray) or not self.is_float or self.before is not None:
+            return False
+        return query.ndim - array.ndim in (0, 1) and array.size % max(query[..., 0].size, 1) == 0
 
     def axis(self, name: str) -> Any:
         """Return the index of an axis; None if the array lacks it."""
@@ -145,7 +154,9 @@ def try_causes(trial: Trial) -> list[Cause]:
         if causes and explained < LEAST_SHARE * unexplained.differing:
             break
         causes.append(Cause(trial.name, name, detail, explained, unexplained.differing))
-    return causes
+    # Outputs are sums: a cause that explains some of them is chance.
+    least = NEARLY_ALL * unexplained.differing if trial.is_attention else 0
+    return [each for each in causes if each.explained >= least]
 
 
 def best_guess(trial: Trial, unexplained: Unexplained) -> tuple[str, str, Explanation] | None:

@@ -13,9 +13,10 @@ import numpy as np
 from kvkit.checks.values import text
 from kvkit.errors import KvkitError, argument_error, brief
 from kvkit.operators import OPERATORS
-from kvkit.operators.operator import IN_PYTHON, Operator
+from kvkit.operators.operator import IN_PYTHON
 from kvkit.tools.axes import axes_of_shape
 from kvkit.tools.causes import usable_inputs
+from kvkit.tools.causes.attention import ATTRIBUTE
 from kvkit.tools.comparison import Difference
 from kvkit.tools.comparison import diff as diff_arrays
 from kvkit.tools.counting import equal_elements
@@ -125,7 +126,7 @@ def replay(
         before = {name: array.copy() for name, array in arrays.items() if isinstance(array, np.ndarray)}
         refusal, results = "", None
         try:
-            results = call_operator(op, PACKAGES[backend], given)
+            results = op.call(given, PACKAGES[backend])
         except KvkitError as error:
             refusal = str(error)
         attributes = {each.name: arrays.get(each.name, each.default) for each in op.attributes}
@@ -138,13 +139,6 @@ def replay(
         return CaseResults(found, "", refusal)
 
     return outcomes(folder, run, operator, advance)
-
-
-def call_operator(op: Operator, package: str, arguments: dict[str, Any]) -> Any:
-    """Call an operator of a package with arguments by name; missing inputs are None."""
-    positional = [array.name for array in op.inputs if not array.keyword]
-    rest = {name: value for name, value in arguments.items() if name not in positional}
-    return op.function(package)(*map(arguments.get, positional), **rest)
 
 
 def diff(
@@ -235,8 +229,16 @@ def judge_case(folder: Path, case: Entry, results: CaseResults) -> Outcome:
 
 def compare_result(folder: Path, case: Entry, name: str, expected: Array, got: Array) -> Difference:
     """Compare a result; its causes are searched with the call's inputs and other expected results."""
-    inputs = {key: x for key, x in packs.arguments(folder, case).items() if isinstance(x, np.ndarray)}
-    like = inputs | stored_floats(case, inputs)
+    given = packs.arguments(folder, case)
+    inputs = {key: x for key, x in given.items() if isinstance(x, np.ndarray)}
+    like = (
+        inputs
+        | (stored_floats(case, inputs) if name in inputs else {})
+        | {"operator": np.array(case["operator"])}
+    )
+    like |= {ATTRIBUTE + key: np.array(x) for key, x in given.items() if key not in inputs and x is not None}
+    if expected.dtype.kind == "f" and got.dtype != expected.dtype:  # float64, for results of another type
+        expected = expected.astype(got.dtype)
     like |= {"before": inputs[name]} if name in inputs else {}
     others = {other: packs.array(folder, entry) for other, entry in case["after"].items() if other != name}
     tolerance = (case["after"] | case["outputs"])[name].get("tolerance", {})
@@ -258,7 +260,7 @@ def stored_floats(case: Entry, inputs: dict[str, Any]) -> dict[str, Any]:
     floats = np.full((*inputs["cache"].shape[:-1], current.shape[-1]), np.nan, current.dtype)
     given = attributes | inputs | {"cache": floats, "scale": None, "quant_bit": 0}
     try:
-        call_operator(op, "kvkit", given)
+        op.call(given)
     except KvkitError:  # the call must be refused
         return {}
     return {"cache": floats}
