@@ -113,23 +113,6 @@ def test_the_last_tokens_of_a_recorded_prompt_are_taken_back(kind, begin, left):
     np.testing.assert_allclose(out, model.expected(24)[0][:, begin:], atol=2e-5)
 
 
-def test_rounds_of_drafts_as_assisted_generation_makes_them():
-    model, layer, done = Model(tokens=60), layer_of(), 7
-    model.step(layer, 0, done)
-    layer.activate_past_recording()
-    for accepted in (1, 4, 2, 5, 3, 1):
-        out = model.step(layer, done, done + 5)
-        np.testing.assert_allclose(out, model.expected(done + 5)[0][:, done:], atol=2e-5)
-        layer.crop(done + accepted)
-        done += accepted
-        assert_states(layer, model.expected(done)[1])
-    with pytest.raises(KvkitError, match=r"GatedDeltaLayer: expected .* tokens to stay"):
-        layer.crop(3)
-    layer._stop_past_recording()
-    model.step(layer, done, done + 1)
-    assert_states(layer, model.expected(done + 1)[1])
-
-
 def test_checkpoints_are_those_of_states():
     model, layer = Model(), layer_of(checkpoint_every=4)
     for begin in range(0, 20, 4):

@@ -152,6 +152,7 @@ def in_package(frame):
     return name.startswith(ROOT) and "/locks.py" not in name
 
 
+@functools.cache
 def legal(kind, call):
     """Return the outcomes before and after a call; None where it is refused."""
     before, after = filled(kind, False), filled(kind, False)

@@ -1,17 +1,14 @@
 """Latent rows in blocks: a batch beside `LatentLayer`, packed sequences beside `mla_attention`."""
 
-import copy
-
 import numpy as np
 import pytest
 
 import kvkit
 from kvkit import KvkitError
-from kvkit.cache import Cache, LatentLayer, PagedCache, load
+from kvkit.cache import PagedCache
 
 LATENT, ROPE, SCALE, LAYERS = 32, 8, 0.3, 2
 DIM = LATENT + ROPE
-TURN = kvkit.Rope(ROPE, interleaved=True)
 
 
 @pytest.fixture
@@ -28,48 +25,6 @@ def update(caches, latent, kpe):
     for i in range(LAYERS):
         found = [cache.update(latent + i, kpe, i) for cache in caches]
     return found
-
-
-@pytest.mark.parametrize("layout", [0, 3])
-def test_a_batch_in_blocks_is_one_of_latent_layers(states, layout, tmp_path):
-    cache, rows = (
-        paged(cache_layout=layout, rope=TURN),
-        Cache([LatentLayer(LATENT, ROPE) for _ in range(LAYERS)], rope=TURN),
-    )
-    caches = cache, rows
-
-    def check(caches, batch):
-        query = states((batch, 4, 2, DIM), np.float32)
-        parts = query[..., :LATENT], query[..., LATENT:]
-        (own, lse), (wanted, wanted_lse) = (
-            each.layers[1].attend(*parts, softmax_scale=SCALE, sinks=np.ones(4, np.float32), return_lse=True)
-            for each in caches
-        )
-        np.testing.assert_allclose(own, wanted, atol=2e-6)
-        np.testing.assert_allclose(lse, wanted_lse, atol=2e-6)
-        for side in ("keys", "values", "positions"):
-            mine, other = (np.asarray(getattr(each.layers[1], side)) for each in caches)
-            np.testing.assert_array_equal(mine, other)
-
-    for tokens in (9, 1, 3):
-        pairs = update(caches, *(states((2, 1, tokens, dim), np.float32) for dim in (LATENT, ROPE)))
-        for side in range(2):
-            np.testing.assert_array_equal(np.asarray(pairs[0][side]), pairs[1][side])
-    check(caches, 2)
-    assert cache.layers[0].nbytes == rows.layers[0].nbytes
-    for own, batch in zip(caches, (cache.rows, rows), strict=True):
-        batch.remove(2, 5, close=True)
-        own.reorder([1, 0, 1])
-        own.crop(-2)
-    check(caches, 3)
-    cache.save(tmp_path / "cache.npz")
-    for other in (load(tmp_path / "cache.npz"), copy.deepcopy(cache)):
-        own = copy.deepcopy(rows)
-        update((other, own), *(states((3, 1, 2, dim), np.float32) for dim in (LATENT, ROPE)))
-        check((other, own), 3)
-        other.rows.flatten()
-        own.flatten()
-        check((other, own), 3)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])

@@ -153,36 +153,6 @@ def test_the_vectors_of_llama_cpp_where_sharing_moves_nobody():
     server.decode((two, 2))
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 4, 16])
-def test_the_vectors_of_attention_over_pieces(page_size):
-    row, channel = np.meshgrid(np.arange(8), np.arange(4), indexing="ij")
-    keys = ((3 * row + 2 * channel + row * channel) % 7 - 3).astype(np.float32)[:, None]
-    values = ((row + 3 * channel + row * channel * channel) % 5 - 2).astype(np.float32)[:, None]
-    raw, rope = ((14 + channel[7] + 7 * channel[7]) % 5 - 2).astype(np.float32)[None], Rope(4)
-    cache = PagedCache(16, page_size, 1, 1, 4, np.float32, rope=[rope])
-    closed = cache.blocks.add()
-    with cache.begin_step([(closed, 7)]) as step:
-        step.update(keys[:7], values[:7], 0)
-    holed = cache.blocks.fork(closed)
-    for seq, wanted, places in (
-        (closed, [-1.25856, -1.057427, -1, 2], range(5)),
-        (holed, [-1.000435, -1.671774, -1, 2], [0, 1, 5, 6, 7]),
-    ):
-        with cache.begin_step([(seq, 1)]) as step:
-            step.update(keys[7:], values[7:], 0)
-        cache.remove(seq, 2, 5, close=seq is closed)
-        assert seq.positions.tolist() == list(places)
-        cache.blocks.crop(seq, -1)  # the query's own key is the last one: it comes once more, as it lies
-        shift = seq.next_position - 7
-        with cache.begin_step([(seq, 1)]) as step:
-            query = rope.rotate(raw, 5 if seq is closed else 8)[None]
-            step.update(rope.shift(keys[7:].swapaxes(0, 1), shift).swapaxes(0, 1), values[7:], 0)
-            output, lse = step.attend(query, 0, return_lse=True)
-        np.testing.assert_allclose(output[0, 0], wanted, atol=1e-5)
-        if seq is closed:
-            assert lse[0, 0] == pytest.approx(np.logaddexp(2.931935, 2.750091), abs=1e-5)
-
-
 @pytest.mark.parametrize("page_size", [1, 2, 4, 5])
 def test_a_thousand_random_calls_are_as_the_cells(page_size, tmp_path):
     """Sequences share blocks, move, shrink, find no room, are saved; `can` says which calls are refused."""

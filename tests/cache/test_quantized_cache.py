@@ -9,7 +9,7 @@ from quantized_cache_scenes import KEY, OPTIONS, PMX, VALUE, coded, feed, states
 from scenes import first_quick
 
 import kvkit
-from kvkit.cache import Cache, QuantizedCache, QuantizedLayer, QuantSpec, SlidingWindowLayer, load
+from kvkit.cache import Cache, QuantizedLayer, QuantSpec, load
 from kvkit.errors import KvkitError
 
 
@@ -154,24 +154,3 @@ def test_the_tail_stays_small():
         feed(layer, tokens, n)
         assert {id(side.tail) for side in layer.store.sides} == tails
     assert max(side.tail.shape[2] for side in layer.store.sides) < 60
-
-
-def test_a_cache_of_quantized_and_sliding_layers():
-    types = ["full_attention", "sliding_attention"]
-    cache = QuantizedCache(
-        num_layers=2, key=KEY, value=VALUE, residual_length=5, sink=2, layer_types=types, window=4
-    )
-    assert [type(layer) for layer in cache.layers] == [QuantizedLayer, SlidingWindowLayer]
-    tokens = states(20)
-    for i in (0, 1):
-        cache.update(*tokens, i)
-    cache.reserve(5)
-    cache.reorder([1, 0])
-    assert cache.attend(tokens[0][:, :, :1], 0).shape == (2, 2, 1, 24)
-    growing = QuantizedCache(key=KEY, value=VALUE, residual_length=5, sink=2)
-    for i in range(3):
-        growing.update(*tokens, i)
-    legacy = growing.to_legacy_cache()
-    assert len(legacy) == 3
-    assert np.array_equal(legacy[2][0], growing.layers[2].keys)
-    assert isinstance(growing, Cache)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvkit import KvkitError, formats
-from kvkit.cache import QuantizedCache, QuantizedLayer, QuantSpec, load
+from kvkit.cache import QuantizedLayer, QuantSpec
 from kvkit.reference.attention import attend_sequence
 
 D, SINK, RESIDUAL = 64, 2, 8
@@ -81,24 +81,6 @@ def test_attention_does_not_see_a_rotation(rng, rotation):
         layer, _ = filled(QuantSpec("q8_0" if turned is None else f"q8_0+{turned}"), states, residual=100)
         outs.append(layer.attend(query))
     np.testing.assert_allclose(outs[1], outs[0], atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["q8_0", "rotated"])
-def test_files_and_folders(rng, name, tmp_path):
-    states, query = tokens(rng), rng.standard_normal((1, 4, 1, D)).astype(np.float32)
-    how = {
-        "key": SPECS[name], "value": SPECS[name], "residual_length": RESIDUAL, "sink": SINK,
-        "read_back": True,
-    }  # fmt: skip
-    cache, folder = QuantizedCache(**how), QuantizedCache(**how)
-    folder.offload(tmp_path / "folder")
-    for each in (cache, folder):
-        each.update(*states, 0)
-    expected = cache.layers[0].attend(query)
-    np.testing.assert_array_equal(folder.layers[0].attend(query), expected)
-    cache.save(tmp_path / "cache.npz")
-    loaded = load(tmp_path / "cache.npz")
-    np.testing.assert_array_equal(loaded.layers[0].attend(query), expected)
 
 
 def test_bytes_per_token():
