@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvkit.checks.values import dtype_hint
-from kvkit.errors import KvkitError, brief, near_names
+from kvkit.errors import KvkitError, argument_error, brief, near_names
 from kvkit.operators import OPERATORS, REQUIRED, Attribute, Input, Operator
 from kvkit_cli.show import suggestion
 
@@ -28,15 +28,17 @@ VALUE_KINDS = {  # {type of a value: (its name in errors, its form in --set)}
 
 
 def find_operator(name: str) -> Operator:
-    """Return the operator of this name, which may be that of its specification, such as KeyValueCache."""
+    """Return the operator of this name, in its package or in its specification, such as KeyValueCache."""
     if name in OPERATORS:
         return OPERATORS[name]
-    named = [op for op in OPERATORS.values() if name.lower() in map(str.lower, SPECIFIED.findall(op.source))]
-    exact = [op for op in named if name in SPECIFIED.findall(op.source)]
-    if len(exact or named) == 1:
-        return (exact or named)[0]
+    words = {op: {*SPECIFIED.findall(op.source), op.name.rpartition(".")[2]} for op in OPERATORS.values()}
+    exact = [op for op in words if name in words[op]]
+    named = exact or [op for op in words if name.lower() in map(str.lower, words[op])]
+    if len(named) == 1:
+        return named[0]
     if named:
-        raise KvkitError(f"{name}: expected one operator, got {', '.join(op.name for op in exact or named)}")
+        several = " or ".join(f"{op.name} ({op.source})" for op in named)
+        raise argument_error("OP", several, f"{name}, a name of both" if len(named) == 2 else name)
     raise KvkitError(f"no operator {name!r}{near_names(name, OPERATORS)}: see kvkit list ops")
 
 

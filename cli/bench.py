@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from pathlib import Path
 
@@ -10,7 +11,14 @@ import click
 
 import kvkit
 from kvkit.errors import KvkitError, argument_error, brief
+from kvkit.formats.known import ALIASES
 from kvkit_cli import show
+
+
+def is_chosen(title: str, only: str) -> bool:
+    """Return whether a case's title contains a text, in which formats may be written as everywhere."""
+    names = re.sub(r"\w+", lambda word: ALIASES.get(word[0], word[0]), only)
+    return only in title or re.sub(r":g(\d+)", r" in groups of \1", names) in title
 
 
 @click.command()
@@ -18,7 +26,10 @@ from kvkit_cli import show
     "--json", "folder", type=click.Path(path_type=Path, file_okay=False), metavar="FOLDER",
     help="Write figures and machine to FOLDER, a file for each suite.",
 )  # fmt: skip
-@click.option("--only", default="", metavar="TEXT", help="Run only cases whose 'SUITE CASE' contains TEXT.")
+@click.option(
+    "--only", default="", metavar="TEXT",
+    help="Run only cases whose 'SUITE CASE' contains TEXT, such as 'decode int8:g32' or fp8.",
+)  # fmt: skip
 @click.option(
     "--rounds", default=11, type=click.IntRange(1), show_default=True,
     help="Runs of each case; medians are shown.",
@@ -47,7 +58,7 @@ def bench(folder: Path | None, only: str, rounds: int) -> None:
     machine = measuring.machine()
     title = f"{machine['threads']} threads of {machine['cpu']}; medians of {rounds}"
     suites = {
-        suite: [case for case in cases if only in f"{suite} {case.name}"]
+        suite: [case for case in cases if is_chosen(f"{suite} {case.name}", only)]
         for suite, cases in catalog.SUITES.items()
     }
     if not any(suites.values()):

@@ -100,7 +100,7 @@ def first_line(thing: Any) -> str:
 @click.argument("kind", metavar="KIND", type=click.Choice(list(KINDS)))
 @tool.json_option
 def listing(kind: str, as_json: bool) -> None:
-    """List formats, schemes, scorers, layouts, rules or operators by name.
+    """List formats, schemes, scorers, layouts, rules or ops (operators) by name.
 
     KIND is formats, schemes, scorers, layouts, rules or ops. `kvkit draw NAME` draws a layout, and says where
     it is from; `kvkit describe NAME` shows an operator.

@@ -20,7 +20,10 @@ VERBS = {  # {verb: (module, first line of its help)}
     "describe": ("kvkit_cli.describe", "Show the inputs, attributes and outputs of an operator."),
     "info": ("kvkit_cli.info", "Show versions, the CPU, threads, compiled code and backends."),
     "warm": ("kvkit_cli.warm", "Compile code ahead of the calls that need it."),
-    "list": ("kvkit_cli.listing", "List formats, schemes, scorers, layouts, rules or operators by name."),
+    "list": (
+        "kvkit_cli.listing",
+        "List formats, schemes, scorers, layouts, rules or ops (operators) by name.",
+    ),
     "inspect": ("kvkit_cli.inspect", "List what is in a file: arrays, layout, tables, numbers."),
     "convert": ("kvkit_cli.convert", "Move a cache to another layout, bit for bit, or to another format."),
     "edit": ("kvkit_cli.edit", "Remove, keep, move and add tokens of a saved cache."),

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, ver
 from pathlib import Path
 
 OURS = "kvkit-kernels"
-REPAIR = f"pip uninstall kvkit {OURS}, then pip install {OURS}"
+REPAIR = f"pip uninstall kvkit {OURS}, then pip install . in a clone"
 
 
 def owners() -> str:

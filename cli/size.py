@@ -6,8 +6,6 @@ from kvkit import tools
 from kvkit.errors import KvkitError
 from kvkit_cli import complete, tool
 
-SHAPE = "num_layers", "num_kv_heads", "head_dim"  # options in place of a model
-
 
 def parse_numbers(context, param, text):
     """Parse a text such as 1,8 into numbers; None for an empty text."""
@@ -51,7 +49,7 @@ def parse_numbers(context, param, text):
               help="With --engine kvkit: recent tokens that stay unquantized (128).")  # fmt: skip
 @click.option("--sink", type=int, metavar="N", help="With --engine kvkit: first tokens that do (4).")
 @tool.json_option
-def size(model, as_json, num_layers, num_kv_heads, head_dim, **options):
+def size(model, as_json, **options):
     """Compute how many bytes the cache of a model takes.
 
     MODEL is a config.json of transformers, a folder that has one, a GGUF file, or the name of a public model.
@@ -64,11 +62,4 @@ def size(model, as_json, num_layers, num_kv_heads, head_dim, **options):
       kvkit size model.gguf --engine llama.cpp --fit 24GiB
       kvkit size --layers 32 --kv-heads 8 --head-dim 128
     """
-    shape = dict(zip(SHAPE, (num_layers, num_kv_heads, head_dim), strict=True))
-    stated = [name for name, value in shape.items() if value is not None]
-    if len(stated) != (0 if model else len(SHAPE)):
-        found = "both" if model else "neither" if not stated else "not all of them"
-        raise KvkitError(f"MODEL: expected a model, or --layers, --kv-heads and --head-dim, got {found}")
-    if model is None:
-        model = {"num_hidden_layers": num_layers, "num_attention_heads": num_kv_heads, "head_dim": head_dim}
     tool.show_result(tools.size(model, **options), as_json)

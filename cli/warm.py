@@ -41,6 +41,7 @@ def parse_formats(texts: Sequence[str], data: str, dim: int, queries: int) -> It
             raise KvkitError(f"--formats {text}: {str(error).partition(': ')[2]}") from None
         if known.code.name not in CODE_BITS or known.rule != "pmx" or known.per != "group":
             wanted = f"expected floats or {', '.join(CODE_BITS)} with their group, as in int4:g32"
+            wanted += f", got a format of {known.code.name}"
             raise KvkitError(f"--formats {text}: {wanted}")
         if dim % known.group:
             raise KvkitError(f"--formats {text}: expected a group that divides a head of {dim} elements")

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 CACHE_AXES = "batch", "heads", "tokens", "dim"
+MANY = 1 << 31  # more than any size of an axis
 Called = TypeVar("Called", bound=Callable[..., Any])  # a decorator returns the type of what it decorates
 
 
@@ -55,30 +56,51 @@ def exchanged(axes: Sequence[str], i: int, j: int, names: str = "these") -> str:
 
 
 def multiples(size: int) -> range:
-    """Return sizes of an axis for `in_other_order`: query heads for so many key heads."""
-    return range(size, 1 << 31, size)
+    """Return sizes of an axis for `check_shape`: query heads for so many key heads."""
+    return range(size, MANY, size)
 
 
 def in_other_order(
     shape: tuple[int, ...], wanted: Sequence[int | range | None], axes: Sequence[str] = CACHE_AXES
 ) -> str:
     """Return what an error says if two exchanged axes make the wanted shape, where None fits any size."""
-
-    def fits(sizes: Iterable[int]) -> bool:
-        return all(
-            want is None or (size in want if isinstance(want, range) else size == want)
-            for size, want in zip(sizes, wanted, strict=True)
-        )
-
-    pairs = (
-        itertools.combinations(range(len(wanted)), 2) if len(shape) == len(wanted) and not fits(shape) else ()
-    )
+    if len(shape) != len(wanted) or sizes_fit(shape, wanted):
+        return ""
+    pairs = itertools.combinations(range(len(wanted)), 2)
     for i, j in sorted(pairs, key=lambda pair: pair[1] - pair[0]):
         order = [*shape]
         order[i], order[j] = shape[j], shape[i]
-        if fits(order):
+        if sizes_fit(order, wanted):
             return exchanged(axes[-len(wanted) :], i, j)
     return ""
+
+
+def sizes_fit(sizes: Sequence[int], wanted: Sequence[int | range | None]) -> bool:
+    """Return whether sizes are the wanted ones, where None fits any size."""
+    return len(sizes) == len(wanted) and all(
+        want is None or (size in want if isinstance(want, range) else size == want)
+        for size, want in zip(sizes, wanted, strict=True)
+    )
+
+
+def check_shape(
+    name: str, array: Any, wanted: Sequence[int | range | None], axes: Sequence[str] = CACHE_AXES
+) -> None:
+    """Raise unless an array has the wanted sizes, where None fits any; say if two axes look exchanged."""
+    shape = np.shape(array)
+    if not sizes_fit(shape, wanted):
+        words = ["any" if want is None else in_words(want) for want in wanted]
+        order = f"[{', '.join(axes[-len(wanted) :])}] = [{', '.join(words)}]"
+        raise argument_error(name, f"shape {order}", f"{shape}{in_other_order(shape, wanted, axes)}")
+
+
+def in_words(size: int | range) -> str:
+    """Return a size of an axis, or sizes, as errors say it."""
+    if not isinstance(size, range):
+        return str(size)
+    if size.step > 1:
+        return f"a multiple of {size.step}"
+    return f"at least {size.start}" if size.stop == MANY else f"{size.start} to {size.stop - 1}"
 
 
 def printable(text: object) -> str:
@@ -135,12 +157,13 @@ def near_names(name: str, known: Iterable[str]) -> str:
 # {a word of other libraries, or of kvkit before: kvkit's}: what no likeness of letters finds, or finds wrong
 OTHER_WORDS = {
     "attention_mask": "attn_mask", "bits": "format", "block_size": "page_size",
-    "cache_kwargs": "cache_position", "cache_seqlens": "context_lens", "heads": "num_heads",
+    "cache_kwargs": "cache_position", "cache_seqlens": "context_lens", "context": "tokens",
+    "context_len": "tokens", "context_length": "tokens", "dtype": "formats", "heads": "num_heads",
     "kv_heads": "num_kv_heads", "kv_lens": "context_lens", "layers": "num_layers", "max_length": "length",
     "nbits": "format", "num_hidden_layers": "num_layers", "num_key_value_heads": "num_kv_heads",
     "num_pages": "num_blocks", "offloading": "offload", "page_size": "block_size",
     "page_table": "block_tables", "qkScale": "softmax_scale", "scale": "softmax_scale",
-    "scaling": "softmax_scale", "seq_lens": "context_lens", "sliding_window": "window",
+    "scaling": "softmax_scale", "seq_len": "tokens", "seq_lens": "context_lens", "sliding_window": "window",
     "slots": "slot_mapping",
 }  # fmt: skip
 

@@ -8,11 +8,12 @@ from typing import Any, SupportsIndex
 from numpy.typing import ArrayLike
 
 from kvkit.calls.pools import PlannedPages
+from kvkit.calls.targets import plan_method
 from kvkit.checks.arguments import PoolAttention, PoolTransfer, Scoring
 from kvkit.checks.contexts import checked_plan
 from kvkit.interop import returns_input_kind
 from kvkit.rope import Rope, as_rope
-from kvkit.runtime.repeats import Repeats, repeatable
+from kvkit.runtime.repeats import Repeats
 from kvkit.typed import Array, Arrays, Attended
 
 
@@ -74,8 +75,7 @@ class PagedPlan:
         self.step = step
         self.repeats = {"paged_append": Repeats(*pools), "paged_attention": Repeats()}
 
-    @returns_input_kind
-    @repeatable
+    @plan_method
     def paged_append(
         self,
         key: Array | None,
@@ -96,8 +96,7 @@ class PagedPlan:
         self.step.append(call)
         return key_cache, value_cache
 
-    @returns_input_kind
-    @repeatable
+    @plan_method
     def paged_attention(
         self,
         query: Array,

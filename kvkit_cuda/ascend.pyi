@@ -44,7 +44,7 @@ def paged_cache_load(
 ) -> tuple[Array, Array | None]: ...
 def reshape_and_cache(
     key: Array, value: Array | None, key_cache: Array, value_cache: Array | None, slot_mapping: Array, *,
-    compress_type: CompressType | Literal[0, 1, 2, 3] = ..., wins: Array | None = None,
+    compress_type: CompressType | int | str = ..., wins: Array | None = None,
     seq_lens: Array | None = None, offset_index: Array | None = None,
     cache_format: Literal["ND", "NZ"] = "ND", empty_window: Literal["copy", "skip"] = "copy",
     stream: object = None

@@ -24,7 +24,7 @@ def reshape_and_cache(
     value_cache: Values,
     slot_mapping: ArrayLike,
     *,
-    compress_type: CompressType | Literal[0, 1, 2, 3] = CompressType.UNDEFINED,
+    compress_type: CompressType | int | str = CompressType.UNDEFINED,
     wins: ArrayLike | None = None,
     seq_lens: ArrayLike | None = None,
     offset_index: ArrayLike | None = None,

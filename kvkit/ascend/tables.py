@@ -123,7 +123,7 @@ def compressed_slots(
     wins: ArrayLike,
     offset_index: ArrayLike | None = None,
     *,
-    compress_type: CompressType | Literal[0, 1, 2, 3],
+    compress_type: CompressType | int | str,
     block_size: int = 128,
     headroom: int = 0,
     first_block: int = 0,

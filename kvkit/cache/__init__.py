@@ -26,6 +26,7 @@ from kvkit.cache.paged.step import PagedStep
 from kvkit.cache.state_pool import StatePool
 from kvkit.cache.stores.view import KVView
 from kvkit.errors import CapacityError
+from kvkit.runtime.lazy_imports import lazy_names
 
 __all__ = [
     "BlockAllocator", "Cache", "CapacityError", "ChunkedLayer", "CompressedLayer", "CompressionReport",
@@ -35,4 +36,6 @@ __all__ = [
     "StateLayer", "StatePool", "StaticCache", "StaticChunkedLayer", "StaticLayer",
     "StaticSlidingWindowLayer", "Step", "from_config", "load",
 ]  # fmt: skip
+# What an attribute that is not here was named before, or is named elsewhere
+__getattr__ = lazy_names(__name__, {}, __all__, renamed={"Report": "CompressionReport"})[0]
 __dir__ = __all__.copy  # modules are not listed

@@ -47,9 +47,34 @@ def one_call_at_a_time(method: Method) -> Method:
 
 # {an attribute of other libraries' caches, or of kvkit's before: the one that an error names}
 OTHER_ATTRIBUTES = {
-    "key_cache": "layers[i].keys", "max_cache_len": "get_max_cache_shape()", "select": "reorder(indices)",
-    "seen_tokens": "get_seq_length()", "value_cache": "layers[i].values",
+    "early_initialization": "reserve(query_length)", "get_conv_state": "layers[i].states",
+    "get_query_offset": "get_seq_length(layer_idx)", "get_recurrent_state": "layers[i].states",
+    "get_usable_length": "get_seq_length()", "has_previous_state": "get_seq_length() > 0",
+    "is_croppable": "can('crop', -1) is None", "is_dummy": "isinstance(layer, SharedLayer)",
+    "is_linear": "isinstance(layer, StateLayer)", "is_recording_past": "can('crop', -1) is None",
+    "key_cache": "layers[i].keys", "offload": "cache.offload(folder)",
+    "prefetch": "cache.prefetch(layer_idx)", "layer_class_to_replicate": "layers",
+    "lazy_initialization": "update(key_states, value_states)", "max_cache_len": "get_max_cache_shape()",
+    "offloading": "folder is not None", "seen_tokens": "get_seq_length()", "select": "reorder(indices)",
+    "update_conv_state": "layers[i].update(states, tokens)",
+    "update_indexer": "layers[i].update_index(index_keys)",
+    "update_recurrent_state": "layers[i].update(states, tokens)", "value_cache": "layers[i].values",
 }  # fmt: skip
+# Attributes that compiled models of torch ask for, and layers that move between devices
+OTHER_ATTRIBUTES |= dict.fromkeys(
+    ("device", "is_compileable", "supports_early_init"), "kvkit.integrations.transformers.KvkitCache"
+)
+
+
+class ReadOnly(property):
+    """A property of a layer that can only be read; an assignment raises AttributeError with the way to it."""
+
+    def __set__(self, layer: Any, value: Any) -> None:
+        assert self.fget is not None
+        raise AttributeError(
+            f"{self.fget.__name__}: expected layer.reset() and layer.update(keys, values), which store "
+            "others, got an assignment"
+        )
 
 
 class MovableTokens(ABC):
@@ -385,12 +410,12 @@ class BaseLayer(MovableTokens):
     def batch_size(self) -> int:
         """Return B, the number of rows of the batch; 0 before the first update."""
 
-    @property
+    @ReadOnly
     def keys(self) -> States:
         """Return the stored keys, shape [B, Hkv, stored, Dk]; None before the first update."""
         return self._stored()[0] if self.batch_size else None
 
-    @property
+    @ReadOnly
     def values(self) -> States:
         """Return the stored values, shape [B, Hkv, stored, Dv]; None before the first update."""
         return self._stored()[1] if self.batch_size else None
@@ -398,6 +423,11 @@ class BaseLayer(MovableTokens):
     @abstractmethod
     def _stored(self) -> tuple[States, States]:
         """Return the stored keys and values, arrays [B, Hkv, stored, D]."""
+
+    @property
+    def is_sliding(self) -> bool:
+        """Return whether the layer has a window."""
+        return self.window is not None
 
     @property
     def nbytes(self) -> int:
@@ -467,6 +497,16 @@ class BaseCache(MovableTokens):
     def __iter__(self) -> Iterator[tuple[States | None, States | None]]:
         """Yield the keys and values of each layer."""
         return ((layer.keys, layer.values) for layer in self.layers)
+
+    @property
+    def batch_size(self) -> int:
+        """Return the number of rows of the batch; 0 before the first update."""
+        return max((int(layer.batch_size) for layer in self.layers), default=0)
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """Return for each layer whether it has a window."""
+        return [layer.is_sliding for layer in self.layers]
 
     # Adding tokens
 

@@ -16,6 +16,7 @@ from kvkit.cache.layers.layer import Layer
 from kvkit.cache.stores import allocation
 from kvkit.checks.values import integer
 from kvkit.errors import add_keyword_hint, argument_error, describe
+from kvkit.files.paths import check_path
 from kvkit.typed import Array, FilePath, Pair, States
 
 
@@ -442,6 +443,7 @@ class Cache(BaseCache):
         KvkitError
             If the folder has no saved cache, or a damaged one.
         """
+        check_path(directory)
         path, in_files = reading.saved_path(directory), allocation.InFiles(directory)
         cache = Cache(reading.read_layers(path, reading.read_file(path), in_files))
         cache._use_files(in_files, True, keep)  # `read_layers` has moved them there

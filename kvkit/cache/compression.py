@@ -194,7 +194,7 @@ class SequencesLayer:
 
     def _stored(self) -> tuple[Array, ...]:
         """Return copies of keys and values, [sequences, Hkv, tokens, D]; codes are decoded."""
-        sides = self._cache._ended_step(self._sequences).gather(self._layer_idx)
+        sides = self._cache._reading_step(self._sequences).gather(self._layer_idx)
         shape = len(self._sequences), self.stored_tokens
         return tuple(side.reshape(*shape, *side.shape[1:]).swapaxes(1, 2) for side in sides)
 

@@ -16,6 +16,7 @@ from kvkit.cache.layers.sliding import SlidingWindowLayer, StaticSlidingWindowLa
 from kvkit.cache.layers.state import StateLayer
 from kvkit.checks.values import integer
 from kvkit.errors import argument_error, brief, describe
+from kvkit.files.paths import check_path
 from kvkit.formats.mixes import Mix, mix_named
 from kvkit.typed import FilePath, Pair
 
@@ -233,6 +234,7 @@ class QuantizedCache(Cache):
         `options` are the other arguments of the class. The file has the number of layers, unless it was made
         from some of a model's layers.
         """
+        check_path(path)
         return cls(os.fspath(path), **options)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
@@ -23,11 +24,11 @@ STORED = "num_blocks", "blocks", "N or slots", "MaxB", "MaxT", "L"
 Axes = dict[str, list[str]]  # the names of arrays' axes, by argument
 
 
-def explained(function: Function, passes: Callable[[Mapping[str, Any]], bool]) -> Function:
-    """Decorate the `def` of an operator so that its errors name the order of axes.
+def explained(function: Function, passes: Callable[[Any, Mapping[str, Any]], bool]) -> Function:
+    """Decorate an operator's `def`, or a plan's method, so that its errors name the order of axes.
 
-    `passes` says whether the checks accept other arguments; nothing else is asked, so that an error promises
-    no more than they do.
+    `passes(on, arguments)` says whether the checks accept other arguments of a target or a plan; nothing else
+    is asked, so that an error promises no more than they do.
     """
 
     @functools.wraps(function)
@@ -40,7 +41,7 @@ def explained(function: Function, passes: Callable[[Mapping[str, Any]], bool]) -
             values = dict([*given.arguments.items()][1:])
             text = str(error)
             if type(error) is KvkitError and not any(map(holds_foreign, values.values())):
-                error.args = (text + hint(function, values, text, passes),)
+                error.args = (text + hint(function, values, text, functools.partial(passes, on)),)
             raise
 
     return cast(Function, call)
@@ -78,7 +79,7 @@ def exchanges(axes: Axes, named: str) -> Iterator[tuple[list[str], int, int]]:
 
 def axes_of(function: Callable[..., Any], values: Mapping[str, Any]) -> Axes:
     """Return the names of axes of the arrays given, those with two or more that the docstring tells."""
-    operator = OPERATORS.get(operator_path(function))
+    operator = OPERATORS.get(re.sub(r"\w*Plan\.", "", operator_path(function)))
     layout = str(values.get("layout")).split()
     chosen = {value for value in values.values() if isinstance(value, str)}
     chosen.add(brief(values.get("cache_layout")))

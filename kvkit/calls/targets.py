@@ -18,7 +18,6 @@ from kvkit.checks.contexts import Contexts
 from kvkit.checks.index_tensors import Packed, Static, packed_in_cache
 from kvkit.checks.key_value_cache import checked_key_value_cache
 from kvkit.checks.paged import checked_append, checked_paged_attention
-from kvkit.errors import KvkitError
 from kvkit.interop import returns_input_kind
 from kvkit.runtime.repeats import repeatable
 
@@ -100,19 +99,30 @@ def repeated_operator(function: Callable[Concatenate[CallTarget, P], Result]) ->
 
 def on_cpu(function: Callable[Concatenate[CallTarget, P], Result]) -> Callable[P, Result]:
     """Bind the CPU to the first argument, which signatures and annotations then lack."""
-    passes = functools.partial(checks_pass, function)
-    bound: Any = functools.update_wrapper(functools.partial(explained(function, passes), CPU), function)
-    bound.__annotations__ = {name: kind for name, kind in function.__annotations__.items() if name != "on"}
+    told = explained(function, lambda _, values: checks_pass(function, Checks(), values))
+    bound: Any = functools.update_wrapper(functools.partial(told, CPU), function)
+    annotations = {name: kind for name, kind in function.__annotations__.items() if name != "on"}
+    bound.__annotations__ = annotations
+    bound.__annotate__ = lambda form: annotations  # which `functools.wraps` copies from Python 3.14 on
     bound.__globals__ = function.__globals__  # in which `typing.get_type_hints` reads them
     del bound.__wrapped__
     return cast(Callable[P, Result], bound)
 
 
-def checks_pass(function: Callable[..., object], values: Mapping[str, Any]) -> bool:
-    """Return whether an operator's `def` accepts these arguments."""
+def plan_method(function: Callable[P, Result]) -> Callable[P, Result]:
+    """Decorate a method of a plan, whose calls can run again, for arrays of any library."""
+
+    def passes(plan: Any, values: Mapping[str, Any]) -> bool:
+        return checks_pass(function, Checks(plan.step.sequences), values)
+
+    return returns_input_kind(repeatable(explained(function, passes)))
+
+
+def checks_pass(function: Callable[..., object], checks: Checks, values: Mapping[str, Any]) -> bool:
+    """Return whether an operator's `def`, or a plan's method, accepts these arguments."""
     try:
-        Checks().call(function, values)
-    except KvkitError:
+        checks.call(function, values)
+    except Exception:  # of any kind: the error that is explained stays the first one
         return False
     return True
 

@@ -157,7 +157,7 @@ class BlockStore(NamedTuple):
     key_cache: Array
     value_cache: Array | None
     slot_mapping: ArrayLike
-    compress_type: int
+    compress_type: int | str
     windows: Windows
     cache_format: str
     empty_window: str

@@ -7,6 +7,7 @@ from typing import Literal, SupportsIndex
 from numpy.typing import ArrayLike
 
 from kvkit.calls.steps import PlannedStep
+from kvkit.calls.targets import plan_method
 from kvkit.checks.arguments import (
     CacheArguments,
     CacheAttention,
@@ -16,7 +17,7 @@ from kvkit.checks.arguments import (
 )
 from kvkit.checks.index_tensors import packed_in_cache
 from kvkit.interop import returns_input_kind
-from kvkit.runtime.repeats import Repeats, repeatable
+from kvkit.runtime.repeats import Repeats
 from kvkit.typed import Array, Attended, Pair
 
 
@@ -84,8 +85,7 @@ class Plan:
         names = "key_value_cache", "multi_head_cache_attention"
         self.step, self.repeats = step, {name: Repeats() for name in names}
 
-    @returns_input_kind
-    @repeatable
+    @plan_method
     def key_value_cache(
         self,
         current_key: Array,
@@ -107,8 +107,7 @@ class Plan:
         call = CacheTransfer(current_key, current_value, cache, scale, place, num_repeat)
         return self.step.load(call, out)
 
-    @returns_input_kind
-    @repeatable
+    @plan_method
     def multi_head_cache_attention(
         self,
         query: Array,

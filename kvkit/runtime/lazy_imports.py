@@ -18,13 +18,18 @@ def folded(name: str) -> str:
 
 
 def lazy_names(
-    package: str, modules: Mapping[str, str], others: Iterable[str] = (), deeper: Mapping[str, str] = EMPTY
+    package: str,
+    modules: Mapping[str, str],
+    others: Iterable[str] = (),
+    deeper: Mapping[str, str] = EMPTY,
+    renamed: Mapping[str, str] = EMPTY,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` of a package that imports names on first use.
 
     `modules` maps each name to the module that defines it, or that it names. `others` are further names of
-    the package, for `__dir__`. `deeper` are names that its modules have: {name: module}. An error proposes
-    what is like a wrong name, whatever its case and underscores.
+    the package, for `__dir__`. `deeper` are names that its modules have: {name: module}, `renamed` those of
+    before: {name: the new one}. An error proposes what is like a wrong name, whatever its case and
+    underscores.
     """
 
     def load(name: str) -> Any:
@@ -32,7 +37,8 @@ def lazy_names(
             known = {folded(each): each for each in (*others, *modules)}
             known |= {folded(each): f"{deeper[each]}.{each}" for each in deeper}
             near = difflib.get_close_matches(folded(name), known, 1)
-            hint = f": did you mean {known[near[0]]!r}?" if near else ""
+            meant = renamed.get(name) or (known[near[0]] if near else "")
+            hint = f": did you mean {meant!r}?" if meant else ""
             raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
         module = import_module(modules[name])
         value = module if module.__name__ == f"{package}.{name}" else getattr(module, name)

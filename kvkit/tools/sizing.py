@@ -170,8 +170,11 @@ class CacheSizes:
 
 @hints_keywords
 def size(
-    model: Any,
+    model: Any = None,
     *,
+    num_layers: int | None = None,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
     tokens: Sequence[int | str] | int | str | None = None,
     batch: Sequence[int] | int = 1,
     formats: Sequence[str] | str = "float16",
@@ -191,6 +194,8 @@ def size(
     model : path, mapping or PreTrainedConfig
         A config.json of transformers, a folder that has one, a GGUF file, a configuration, or the name of one
         of the models in `kvkit.models.known`, such as ``"llama-3.1-8b"``.
+    num_layers, num_kv_heads, head_dim : int, optional
+        Instead of `model`: how many layers it has, heads of keys, and elements of a head.
     tokens : int, str or sequence of them, optional
         Lengths of a sequence, such as ``"4096,128k"`` (k is 1,024). None: 4,096, 32,768 and the longest
         context that the model was trained for.
@@ -223,10 +228,17 @@ def size(
     Examples
     --------
     >>> from kvkit.tools import size
-    >>> llama = {"num_hidden_layers": 32, "n_head": 32, "n_head_kv": 8, "head_dim": 128}
-    >>> size(llama, tokens=4096).caches[0].bytes // 2**20
+    >>> size(num_layers=32, num_kv_heads=8, head_dim=128, tokens=4096).caches[0].bytes // 2**20
     512
     """
+    sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    given = sum(number is not None for number in sizes.values())
+    if given != (len(sizes) if model is None else 0):
+        found = "both" if model is not None else "not all of them" if given else "neither"
+        raise argument_error("model", f"a model, or {', '.join(sizes)} instead", found)
+    if model is None:
+        heads = integer("num_kv_heads", num_kv_heads, 1)
+        model = {"num_hidden_layers": num_layers, "num_attention_heads": heads, "head_dim": head_dim}
     shape = read_model(model)
     if engine not in ENGINES:
         raise argument_error("engine", f"one of {', '.join(ENGINES)}", describe(engine))

@@ -182,11 +182,11 @@ def test_bfloat16_inputs_and_torch():
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"qkv": np.zeros((2, 3, 9), np.float32)}, r"qkv: expected shape \[2, tokens, 56\], got an array"),
-    ({"qkv": np.zeros((1, 3, CHANNELS), np.float32)}, r"qkv: expected shape \[2, tokens, 56\], got"),
-    ({"a": np.zeros((2, 3, 5), np.float32)}, r"a: expected shape \(2, 3, 4\), got shape \(2, 3, 5\)"),
-    ({"b": np.zeros((2, 2, 4), np.float32)}, r"b: expected shape \(2, 3, 4\), got"),
-    ({"conv_weight": np.zeros((CHANNELS, 3), np.float32)}, r"conv_weight: expected shape \(56, 4\), got"),
+    ({"qkv": np.zeros((2, 3, 9), np.float32)}, r"qkv: expected .* = \[2, any, 56\], got \(2,"),
+    ({"qkv": np.zeros((1, 3, CHANNELS), np.float32)}, r"qkv: expected shape .* = \[2, any, 56\], got"),
+    ({"a": np.zeros((2, 3, 5), np.float32)}, r"a: expected .*tokens, heads\] = \[2, 3, 4\], got"),
+    ({"b": np.zeros((2, 2, 4), np.float32)}, r"b: expected shape .* = \[2, 3, 4\], got"),
+    ({"conv_weight": np.zeros((CHANNELS, 3), np.float32)}, r"conv_weight: expected .* = \[56, 4\], got"),
     ({"gates": np.zeros(2)},
      r"gates: expected a pair"), ({"chunk": 0}, r"chunk: expected an integer from 1 to"),
 ])  # fmt: skip

@@ -252,8 +252,8 @@ def test_what_is_refused():
     cache.update(states(1), 1, 0)
     for given, message in (
         ({}, "a dict of arrays by name"),
-        ({"conv": np.ones((2, 3, 5), np.float32)}, r"\(2, 3, 4\) of float32, as before"),
-        ({"conv": np.ones((1, 3, 4), np.float32)}, r"shape \[2, ...\]"),
+        ({"conv": np.ones((2, 3, 5), np.float32)}, r"= \[2, 3, 4\], got \(2, 3, 5\)"),
+        ({"conv": np.ones((1, 3, 4), np.float32)}, r"= \[2, 3, 4\], got \(1, 3, 4\)"),
         ({"a/b": np.ones((2, 3), np.float32)}, "names of letters"),
         ({"x": np.ones((2, 3), np.int32)}, "float32"),
     ):

@@ -1,5 +1,6 @@
 """An interrupt, or the end of memory, inside a call: the cache is as before it or after it, or refuses."""
 
+import copy
 import functools
 import itertools
 import os
@@ -50,6 +51,26 @@ CALLS = {
     "record": lambda cache: cache.activate_past_recording(),
     "offload": lambda cache: cache.offload("/tmp", only_non_sliding=False),
 }
+
+
+READS = {
+    "attend": lambda cache: attend_all(cache),
+    "keys and values": lambda cache: [(np.array(k), np.array(v)) for k, v in cache],
+    "scores": lambda cache: rows_of(cache).compress(unscored, keep=0.5),
+    "save": lambda cache: cache.save(os.devnull),
+    "can": lambda cache: rows_of(cache).can("crop", -1),
+    "text": lambda cache: repr((cache, [(layer, layer.positions) for layer in cache.layers])),
+    "sizes": lambda cache: [(layer.get_seq_length(), layer.get_mask_sizes(1)) for layer in cache.layers],
+    "copy": copy.deepcopy,
+}
+
+
+def unscored(layer, keys, values, queries):
+    raise ReadError
+
+
+class ReadError(Exception):
+    """Ends a call that has only read."""
 
 
 def append_all(cache, count, seed):
@@ -136,7 +157,7 @@ def interrupted(call, cache, line, error):
     sys.settrace(lambda frame, event, argument: at_line if in_package(frame) else None)
     try:
         call(cache)
-    except error:
+    except (error, ReadError):
         pass
     finally:
         sys.settrace(before)
@@ -226,6 +247,39 @@ def test_an_error_at_some_lines_of_a_call(kind, call):
 @pytest.mark.parametrize("kind", EVERY)
 def test_an_error_at_every_line_of_a_call(kind, call, files, error):
     check_lines(kind, call, files, error, 1, 1)
+
+
+def check_reads(kind, call, files, error, first, stride):
+    """Raise at lines of a call that only reads; the cache is as before, and never refused."""
+    try:
+        READS[call](filled(kind, False))
+    except (KvkitError, TypeError, AttributeError):
+        pytest.skip("refused")
+    except ReadError:
+        pass
+    expected = outcome(filled(kind, False))
+    for line in itertools.count(first, stride):
+        cache = filled(kind, files)
+        if not interrupted(READS[call], cache, line, error):
+            break
+        assert outcome(cache) == expected, line
+        if files:
+            cache.close()
+
+
+@pytest.mark.parametrize("call", READS)
+@pytest.mark.parametrize("kind", EVERY)
+def test_an_error_at_some_lines_of_a_call_that_reads(kind, call):
+    number = EVERY.index(kind) + 3 * list(READS).index(call)
+    error = (KeyboardInterrupt, MemoryError)[number % 2]
+    check_reads(kind, call, number % 3 == 0, error, 1 + number % 23, 23)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", READS)
+@pytest.mark.parametrize("kind", EVERY)
+def test_an_error_at_every_line_of_a_call_that_reads(kind, call):
+    check_reads(kind, call, False, KeyboardInterrupt, 1, 1)
 
 
 class Failing:

@@ -248,9 +248,9 @@ def test_refusals():
     with scene.cache.begin_step([(first, 2)]) as step:
         with pytest.raises(KvkitError, match=r"^compressor: expected a pair"):
             step.update(1, tokens)
-        with pytest.raises(KvkitError, match=r"^query: expected \[2, heads, 8\], after an update of layer 0"):
+        with pytest.raises(KvkitError, match=r"^query: expected an update of layer 0 before"):
             step.attend(0, np.ones((2, 1, 8), F32))
-        with pytest.raises(KvkitError, match=r"^row: expected \[2, 8\] of float32"):
+        with pytest.raises(KvkitError, match=r"^row: expected an array of float32"):
             step.update(0, tokens.astype(BF16))
         step.abandon()
     with pytest.raises(KvkitError, match=r"^step: expected an open step"):

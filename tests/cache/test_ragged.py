@@ -340,7 +340,7 @@ WRONG = {
     "mask": (lambda cache: cache.attend(normal(1, 6), 0, np.ones((2, 1, 1, 90), bool)),
              "attn_mask: expected bool [2, 90], a padding mask by position"),
     "old queries": (lambda cache: cache.attend(normal(50, 6), 0), "query: expected one query, because some"),
-    "query": (lambda cache: cache.attend(normal(1, 4), 0), "query: expected shape [2, a multiple"),
+    "query": (lambda cache: cache.attend(normal(1, 4), 0), "query: expected shape [batch, heads"),
     "keys": (lambda cache: cache.update(normal(1, 4), normal(1, 4), 0), "key_states: expected [batch, heads"),
     "position": (lambda cache: cache.update(normal(1), normal(1), 0, [3]), "cache_position: expected"),
     "legacy": (lambda cache: cache.to_legacy_cache(), "layers[0]: expected a layer that stores all"),

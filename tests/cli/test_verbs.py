@@ -139,7 +139,12 @@ REFUSED = [  # the command; texts of its message; the code, if it is not 2
     ("run key_value_cach in.npz -o out.npz", "(did you mean key_value_cache"),
     ("fine.npz", "no verb 'fine.npz', but a file: kvkit inspect fine.npz (see"),
     ("cache clean", "no verb 'cache'"),
-    ("describe FlashAttention", "expected one operator, got merge_attention_states, paged_attention"),
+    ("describe FlashAttention", "OP: expected merge_attention_states (the online softmax of"),
+    (
+        "describe reshape_and_cache",
+        "OP: expected paged_append (vLLM reshape_and_cache, FlashInfer append_paged_kv_cache) or "
+        "ascend.reshape_and_cache (Ascend ATB ReshapeAndCache), got reshape_and_cache, a name of both",
+    ),
     ("describe nothing", "no operator 'nothing': see kvkit list ops"),
     (f"{KV} in.npz -o x.npy", "-o x.npy: results are written as .npz, not as .npy"),
     (f"{KV} in.npz -o x.safetensors", "not as .safetensors: give -o x.npz"),

@@ -2,7 +2,6 @@
 
 import inspect
 import itertools
-import re
 
 import calls
 import kind_scenes
@@ -12,8 +11,8 @@ from kind_scenes import KINDS, tokens
 
 import kvkit
 from kvkit import KvkitError
-from kvkit.cache import CompressedLayer, GatedDeltaLayer, StateLayer
-from kvkit.calls.targets import definition
+from kvkit.cache import CompressedLayer, GatedDeltaLayer, IndexedLayer, StateLayer
+from kvkit.calls.targets import Checks, definition
 from kvkit.operators import OPERATORS
 from kvkit.runtime.call_log import operator_path
 
@@ -97,36 +96,104 @@ def test_paths_of_operators_are_those_of_the_table(name):
     assert "on" in inspect.signature(definition(OPERATORS[name].function())).parameters
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_layers_name_the_order_of_axes_they_expect(kind):
+def layer_calls(kind):
+    """Yield the calls of a layer that take arrays: (name, arrays by name, function of these arrays)."""
     cache = KINDS[kind]()
     kind_scenes.append(cache, 3, 0)
-    layer = cache.layers[-1]
-    if isinstance(layer, (StateLayer, GatedDeltaLayer, CompressedLayer)):
-        pytest.skip("takes other arrays, see below")
-    heads, latent = 1 if layer.latent_dim else kind_scenes.HEADS, layer.latent_dim
-    sizes = (latent, layer.rope_dim) if latent else (16, 16)
-    batch = layer.batch_size
-    parts = [tokens(5, i, heads, dim, batch) for i, dim in enumerate(sizes)]
-    query = tokens(1, 7, 2 * heads, sum(sizes) if latent else 16, batch)
-    more = {"softmax_scale": 0.1} if latent else {}
-    before = cache.get_seq_length(0)
-    taken = [(parts, i, cache.layers[0].update) for i in range(2)] + [([query], 0, layer.attend)]
-    for arrays, i, call in taken:
-        for axes in pairs(arrays[i]):
-            if latent and call == layer.attend and axes == (1, 2):
-                continue  # any number of heads reads latent rows
-            given = [*arrays]
-            given[i] = exchanged(given[i], *axes)
-            options = more if call == layer.attend else {}
-            try:
-                call(*given, **options)
-            except KvkitError as error:
-                text = str(error)
-            else:
-                raise AssertionError((call, i, axes, [x.shape for x in given]))
-            hint = r"look like \[|than \[batch, heads, tokens, dim\]|expected.* \[|shape \["
-            assert re.search(hint, text), (i, axes, text)
-            if axes == (1, 2) and call != layer.attend:
-                assert "[batch, heads, tokens, dim]" in text, text
-    assert cache.get_seq_length(0) == before
+    layer, last = cache.layers[-1], len(cache) - 1
+    batch, rng = layer.batch_size, np.random.default_rng(0)
+
+    def random(*shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
+    if isinstance(layer, GatedDeltaLayer):
+        inner = (2, 4) if layer.kind == "kda" else (2,)
+        arrays = {"qkv": random(batch, 5, 14), "a": random(batch, 5, *inner), "b": random(batch, 5, 2)}
+        arrays |= {"weight": random(14, 3), "a_log": random(2), "dt_bias": random(*inner)}
+        yield "step", arrays, lambda **given: layer.step(*[*given.values()][:4], gates=[*given.values()][4:])
+    elif isinstance(layer, StateLayer):
+        yield "update", {"sum": tokens(3, batch=batch)}, lambda sum: cache.update({"sum": sum}, 5, 0)
+    elif isinstance(layer, CompressedLayer):
+        (row, pair), more = kind_scenes.projected(layer, 5, 0, batch)
+        arrays = dict(
+            zip(("row", "kv", "gate", "index_kv", "index_gate"), (row, *pair, *more["indexer"]), strict=True)
+        )
+        yield (
+            "update", arrays,
+            lambda row, kv, gate, index_kv, index_gate: cache.update(
+                row, (kv, gate), 0, indexer=(index_kv, index_gate)
+            ),
+        )  # fmt: skip
+        arrays = {"query": tokens(1, 2, 9, layer.dim, batch), "queries": random(batch, 1, 3, 4)}
+        yield (
+            "attend", arrays | {"weights": random(batch, 1, 3)},
+            lambda query, queries, weights: cache.attend(query, last, index=(queries, weights)),
+        )  # fmt: skip
+    else:
+        latent = layer.latent_dim
+        heads, sizes = (1, (latent, layer.rope_dim)) if latent else (kind_scenes.HEADS, (16, 16))
+        parts = {
+            name: tokens(5, i, heads, dim, batch)
+            for i, (name, dim) in enumerate(zip("kv", sizes, strict=True))
+        }
+        yield "update", parts, lambda k, v: cache.update(k, v, 0)
+        if isinstance(layer, IndexedLayer):
+            yield "update_index", {"index_keys": random(batch, 5, 4)}, layer.update_index
+        options = {"softmax_scale": 0.1} if latent else {}
+        query = tokens(1, 7, 1 if latent else 2 * heads, sum(sizes) if latent else 16, batch)
+        yield "attend", {"query": query}, lambda query: cache.attend(query, last, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_name_the_order_of_axes_they_expect(kind):
+    for call, arrays, run in layer_calls(kind):
+        for name, array in arrays.items():
+            for axes in pairs(array):
+                with pytest.raises(KvkitError) as caught:
+                    run(**arrays | {name: exchanged(array, *axes)})
+                text = str(caught.value)
+                assert f"swapaxes{axes} exchanges the two" in text, (call, name, axes, text)
+        run(**arrays)  # an error has changed nothing
+
+
+# {an operator: the method of a plan, and what the plan itself takes}
+PLANS = {
+    "dynamic_batching.key_value_cache": kvkit.dynamic_batching.plan,
+    "dynamic_batching.multi_head_cache_attention": kvkit.dynamic_batching.plan,
+    "paged_attention": kvkit.paged_plan, "paged_append": kvkit.paged_plan,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scene", [name for name, make in calls.CALLS.items() if make().name in PLANS])
+def test_methods_of_plans_say_what_their_operators_say(scene):
+    call = calls.CALLS[scene]()
+    given = {name: value for name, value in call.inputs.items() if value is not None}
+    if call.name == "paged_append":  # a plan has tables in place of slots
+        given |= {"block_tables": np.array([[0, 1]]), "context_lens": np.array([7])}
+        given["query_starts"] = np.array([0, len(call["key"])])
+        given = {name: value for name, value in given.items() if name not in ("slot_mapping", "positions")}
+    taken = inspect.signature(PLANS[call.name]).parameters.keys() & given.keys()
+    size = {"page_size": call["key_cache"].shape[1]} if "paged" in call.name else {}
+    plan = PLANS[call.name](**{name: given.pop(name) for name in taken}, **size)
+    method, seen = getattr(plan, call.name.rpartition(".")[2]), 0
+    method(**given)
+    for each in call.operator.inputs:
+        array = given.get(each.name)
+        if not isinstance(array, np.ndarray) or array.ndim < 2:
+            continue
+        for axes in pairs(array):
+            with pytest.raises(KvkitError) as caught:
+                method(**given | {each.name: exchanged(array, *axes)})
+            assert "looks like [" in str(caught.value), (each.name, axes, str(caught.value))
+            seen += 1
+    assert seen > 5
+
+
+def test_an_error_of_another_kind_in_the_checks_does_not_hide_the_first(monkeypatch):
+    def fails(self, function, values):
+        raise RuntimeError("of the checks")
+
+    monkeypatch.setattr(Checks, "call", fails)
+    query = np.ones((1, 8, 7, 64), np.float32)
+    with pytest.raises(KvkitError, match="key"):
+        kvkit.multi_head_attention(query, query[:, :3], query[:, :2])

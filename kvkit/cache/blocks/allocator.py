@@ -369,8 +369,6 @@ class BlockAllocator:
         OutOfBlocksError
             If too few blocks are free or evictable; then nothing has changed.
         """
-        if self.open_step is not None:
-            raise argument_error("sequences", "the step before to be committed or abandoned", "an open step")
         ordered, counts = self._checked(sequences)
         needed = self._needed(ordered, counts)
         if needed > self.available:
@@ -383,13 +381,23 @@ class BlockAllocator:
                 for _ in range(self._pages(seq, count) - len(seq._table)):
                     seq._table.append(self._pool.take())
                 seq._pending = count
-        self.open_step = Step(
+        self.open_step = self._step(ordered, counts, copies)
+        return self.open_step
+
+    def _reading_step(self, sequences: Iterable[Sequence]) -> Step:
+        """Return a step without new tokens that has ended. Nothing changes, so an interrupt does no harm."""
+        self._guard.check()
+        ordered, counts = self._checked((seq, 0) for seq in sequences)
+        return self._step(ordered, counts, copies=[])
+
+    def _step(self, ordered: list[Sequence], counts: list[int], copies: list[tuple[int, int]]) -> Step:
+        """Return the index tensors of a step whose blocks are allocated."""
+        return Step(
             sequences=tuple(ordered),
             copies=np.array(copies, np.int64).reshape(-1, 2),
             allocator=self,
             **tensors(ordered, counts, self.page_size),
         )
-        return self.open_step
 
     def _missing(self, sequences: Iterable[tuple[Sequence, int]]) -> int:
         """Return how many blocks a step with these new tokens lacks; below 1, it has room."""
@@ -417,6 +425,11 @@ class BlockAllocator:
                 seq._table[-1] = originals[copy]
                 self._pool.reclaim(originals[copy])
                 self._pool.release([copy])
+
+    def _abandon_open_step(self) -> None:
+        """Abandon the open step, if there is one, unless an interrupt has changed blocks in part."""
+        if self.open_step is not None and not self._guard.interrupted:
+            self._abandon(self.open_step)
 
     def _close(self, step: Step) -> None:
         if step is not self.open_step:
@@ -485,7 +498,9 @@ class BlockAllocator:
             raise argument_error("seq", "a sequence between steps", "one while a step is open")
 
     def _checked(self, sequences: Iterable[tuple[Sequence, int]]) -> tuple[list[Sequence], list[int]]:
-        """Check the sequences and counts of a step."""
+        """Check the sequences and counts of a step, and that none is open."""
+        if self.open_step is not None:
+            raise argument_error("sequences", "the step before to be committed or abandoned", "an open step")
         try:
             pairs = [(seq, count) for seq, count in sequences]
         except (TypeError, ValueError):

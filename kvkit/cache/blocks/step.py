@@ -126,8 +126,12 @@ class Step:
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if self.is_open:  # else it was committed or abandoned in the block
-            self.commit() if kind is None else self.abandon()
+        try:
+            if kind is None and self.is_open:  # else it was committed or abandoned in the block
+                self.commit()
+        finally:
+            if self.is_open:
+                self.allocator._abandon_open_step()
 
 
 def tensors(sequences: list[Any], counts: list[int], page_size: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from kvkit.checks import attention, index_tensors, masks
 from kvkit.checks.arguments import Scoring
 from kvkit.checks.records import ENDLESS, NO_MASK, MaskPlace, Side, StepIndex
 from kvkit.checks.values import checked_format, flag, one_piece
-from kvkit.errors import argument_error, describe, in_other_order, multiples
+from kvkit.errors import argument_error, check_shape, describe, multiples
 from kvkit.formats import FLOATS, Element
 from kvkit.formats.elements import FLOAT32
 from kvkit.runtime.arrays import address
@@ -263,11 +263,8 @@ def checked_query(layer: Any, query: Array) -> tuple[Element, Array]:
         raise argument_error(layer.name, "stored tokens (call update before attend)", "none")
     batch, heads, dim, *_ = layer.store.geometry
     fmt = checked_format("query", query, FLOATS, 4)
-    _, query_heads, new, _ = query.shape
-    if query_heads % heads or not query_heads or query.shape != (batch, query_heads, new, dim):
-        wanted = f"[batch, heads, tokens, dim], [{batch}, a multiple of {heads}, q, {dim}]"
-        hint = in_other_order(query.shape, (batch, multiples(heads), None, dim))
-        raise argument_error("query", wanted, f"{query.shape}{hint}")
+    check_shape("query", query, (batch, multiples(heads), None, dim))
+    new = query.shape[2]
     if not can_attend(layer, new):
         length = layer.span.length
         wanted = f"queries of at most the last {length} tokens"

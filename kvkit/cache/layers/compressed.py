@@ -35,7 +35,7 @@ from kvkit.cache.stores.compressed import (
 from kvkit.cache.stores.span import Span
 from kvkit.checks.compressed import rope_at_end
 from kvkit.checks.values import checked_format, integer, positive_number
-from kvkit.errors import DroppedTokensError, argument_error, describe, in_other_order
+from kvkit.errors import DroppedTokensError, argument_error, check_shape, describe, in_other_order, multiples
 from kvkit.formats import BY_NAME, FLOATS
 from kvkit.indexer import indexer_scores, topk_rows
 from kvkit.typed import Array, Attended, States
@@ -235,10 +235,9 @@ class CompressedLayer(Layer):
         """Check new rows; return their dtype."""
         dtype = checked_format("row", row, FLOATS, 4).dtype
         batch, frozen = self.batch_size, None if self.store is None else self.store.geometry.fmt
-        fits = row.shape[1] == 1 and row.shape[3] == self.dim and row.shape[0] == (batch or row.shape[0])
-        if not fits or not row.shape[0] or frozen not in (None, self.format, dtype.name):
-            wanted = f"shape [{batch or 'B'}, 1, q, {self.dim}]" + (f" of {frozen}" if frozen else "")
-            raise argument_error("row", wanted, describe(row))
+        check_shape("row", row, (batch or multiples(1), 1, None, self.dim))
+        if frozen not in (None, self.format, dtype.name):
+            raise argument_error("row", f"an array of {frozen}", describe(row))
         return dtype
 
     def _checked_inputs(self, compressor: Any, indexer: Any, tokens: tuple[int, ...]) -> list[Projected]:
@@ -247,13 +246,14 @@ class CompressedLayer(Layer):
         given = ("compressor", compressor, self.dim * bool(self.ratio)), ("indexer", indexer, self.index_dim)
         for name, pair, dim in given:
             shape = *tokens, dim * overlap
-            fits = isinstance(pair, (tuple, list)) and len(pair) == 2
             if not dim and pair is not None:
                 raise argument_error(name, "None for this layer", describe(pair))
-            if dim and (not fits or [np.shape(each) for each in pair] != [shape, shape]):
+            if dim and not (isinstance(pair, (tuple, list)) and len(pair) == 2):
                 raise argument_error(name, f"a pair (kv, gate) of arrays {shape}", describe(pair))
             if dim:
                 formats = [checked_format(name, each, FLOATS, len(shape)) for each in pair]
+                for part, each in zip(("kv", "gate"), pair, strict=True):
+                    check_shape(f"{part} of {name}", each, shape, ("batch", "tokens", "dim"))
                 if formats[0] is not formats[1]:
                     raise argument_error(name, "kv and gate of one dtype", f"{formats[0]} and {formats[1]}")
                 inputs.append((pair[0], pair[1]))
@@ -403,14 +403,14 @@ class CompressedLayer(Layer):
             batch, heads, new, dim = query.shape
             if attn_mask is not None:
                 raise argument_error("attn_mask", "None (windows of compression count tokens)", "a mask")
-            if self.store is None or batch != self.batch_size or dim != self.dim:
-                hint = in_other_order(query.shape, (self.batch_size, None, None, self.dim))
-                wanted = f"[{self.batch_size}, heads, q, {self.dim}]"
-                raise argument_error("query", wanted, f"{query.shape}{hint}")
+            if self.store is None:
+                raise argument_error(self.name, "stored tokens (call update before attend)", "none")
+            check_shape("query", query, (self.batch_size, None, None, self.dim))
             first = self.span.length - new
             if first < 0 or max(0, first - self.near + 1) < self.span.begin:
-                wanted = f"queries of the last update, at most {self.span.length - self.span.before}"
-                raise argument_error("query", wanted, new)
+                most = self.span.length - self.span.before
+                hint = in_other_order(query.shape, (batch, None, range(1, most + 1), dim))
+                raise argument_error("query", f"queries of the last update, at most {most}", f"{new}{hint}")
             scale = self._scale_of(softmax_scale)
             places = np.arange(first, self.span.length)
             extra = self._chosen(places, index)
@@ -453,14 +453,13 @@ class CompressedLayer(Layer):
         queries, weights = index
         checked_format("index[0]", queries, FLOATS, len(shape) + 2)
         checked_format("index[1]", weights, FLOATS, len(shape) + 1)
-        heads = *shape, queries.shape[-2]
-        if (
-            queries.shape != (*heads, self.index_dim)
-            or weights.shape != heads
-            or weights.dtype != queries.dtype
-        ):
-            wanted = f"queries {(*heads, self.index_dim)} and weights {heads} of one dtype"
-            raise argument_error("index", wanted, f"{describe(queries)} and {describe(weights)}")
+        axes = ("batch", "tokens", "heads", "dim")[2 - len(shape) :]
+        check_shape("queries of index", queries, (*shape, None, self.index_dim), axes)
+        check_shape("weights of index", weights, (*shape, queries.shape[-2]), axes[:-1])
+        if weights.dtype != queries.dtype:
+            raise argument_error(
+                "index", "queries and weights of one dtype", f"{queries.dtype} and {weights.dtype}"
+            )
 
     def _scale_of(self, softmax_scale: float | None) -> float:
         """Return the checked factor of scores."""

@@ -15,7 +15,7 @@ from kvkit.cache.stores.states import NO_STATE, StateForms
 from kvkit.checks.arguments import ConvArguments
 from kvkit.checks.recurrent import KINDS, WIDEST_CONV, checked_conv
 from kvkit.checks.values import checked_format, flag, integer, text
-from kvkit.errors import argument_error, describe, in_other_order
+from kvkit.errors import argument_error, check_shape, describe, multiples
 from kvkit.formats import FLOATS
 from kvkit.interop import returns_input_kind
 from kvkit.recurrent import causal_conv, delta_gates, gated_delta_replay, gated_delta_rule
@@ -156,30 +156,21 @@ class GatedDeltaLayer(StateLayer):
         """
         fmt = checked_format("qkv", qkv, FLOATS, 3)
         batch, tokens, channels = qkv.shape
-        if channels != self.conv_channels or not batch or (self.batch_size or batch) != batch:
-            wanted = f"shape [{self.batch_size or 'B'}, tokens, {self.conv_channels}]"
-            hint = in_other_order(
-                qkv.shape, (self.batch_size, None, self.conv_channels), ("batch", "tokens", "channels")
-            )
-            raise argument_error("qkv", wanted, f"{describe(qkv)}{hint}")
+        sizes = self.batch_size or multiples(1), None, self.conv_channels
+        check_shape("qkv", qkv, sizes, ("batch", "tokens", "channels"))
         inner = (self.num_heads, self.dk) if self.kind == "kda" else (self.num_heads,)
         for name, array, shape in (("a", a, inner), ("b", b, inner[:1])):
             checked_format(name, array, FLOATS, 2 + len(shape))
-            if array.shape != (batch, tokens, *shape):
-                axes = "batch", "tokens", "heads", "dim"
-                hint = in_other_order(array.shape, (batch, tokens, *shape), axes[: array.ndim])
-                wanted = f"shape {(batch, tokens, *shape)}"
-                raise argument_error(name, wanted, f"shape {array.shape}{hint}")
+            axes = ("batch", "tokens", "heads", "dim")[: array.ndim]
+            check_shape(name, array, (batch, tokens, *shape), axes)
         if not isinstance(gates, (tuple, list)) or len(gates) != 2:
             raise argument_error("gates", "a pair (a_log, dt_bias)", describe(gates))
         g, beta = delta_gates(a, b, *gates, kind=self.kind, lower_bound=lower_bound, double_beta=double_beta)
         integer("chunk", chunk, 1, 256)
         starts = np.arange(batch + 1) * tokens
         rows = qkv.reshape(-1, channels)
+        check_shape("conv_weight", conv_weight, (channels, self.conv_width), ("channels", "width"))
         checked_conv(ConvArguments(rows, conv_weight, conv_bias, None, None, "silu", starts))
-        if conv_weight.shape[1] != self.conv_width:
-            wanted = f"shape {(channels, self.conv_width)}"
-            raise argument_error("conv_weight", wanted, f"shape {conv_weight.shape}")
         before = self.span.length
         arrays = self._begin_step(StateForms(batch, self._state_forms(fmt.dtype)), tokens)
         self._overwrites()

@@ -23,7 +23,7 @@ from kvkit.checks.arguments import Scoring
 from kvkit.checks.index_tensors import index
 from kvkit.checks.latent import LatentPool
 from kvkit.checks.values import checked_format, integer, one_piece, positive_number
-from kvkit.errors import argument_error, describe, in_other_order
+from kvkit.errors import argument_error, check_shape, describe, in_other_order
 from kvkit.formats import BY_NAME, FLOATS, encode
 from kvkit.formats.known import named
 from kvkit.indexer import indexer_scores, topk_rows
@@ -125,11 +125,7 @@ class LatentLayer(DynamicLayer):
     def _joined_rows(self, latent: Array, kpe: Array | None) -> Array:
         """Check the two parts of new rows, and join them."""
         checked_format("latent", latent, FLOATS, 4)
-        if latent.shape[1] != 1 or latent.shape[3] != self.latent_dim:
-            hint = in_other_order(latent.shape, (self.batch_size, 1, None, self.latent_dim))
-            raise argument_error(
-                "latent", f"shape [B, 1, q, {self.latent_dim}]", f"shape {latent.shape}{hint}"
-            )
+        check_shape("latent", latent, (self.batch_size or None, 1, None, self.latent_dim))
         if kpe is None and not self.rope_dim:
             return latent
         return join_parts(("latent", "kpe"), latent, kpe, self.rope_dim)
@@ -316,10 +312,11 @@ class IndexedLayer(LatentLayer):
         if self.store is None:
             raise argument_error(self.name, "stored tokens (call update before update_index)", "none")
         new, dtype = self.span.length - self.span.before, self.store.geometry.fmt.dtype
-        shape = self.batch_size, new, self.index_dim
-        if not isinstance(index_keys, np.ndarray) or index_keys.shape != shape or index_keys.dtype != dtype:
-            wanted = f"{shape} of {dtype}, for the last update"
-            raise argument_error("index_keys", wanted, describe(index_keys))
+        if not isinstance(index_keys, np.ndarray) or index_keys.dtype != dtype:
+            raise argument_error("index_keys", f"an array of {dtype}", describe(index_keys))
+        check_shape(
+            "index_keys", index_keys, (self.batch_size, new, self.index_dim), ("batch", "new tokens", "dim")
+        )
         stored = self._index_rows()
         stored[:, stored.shape[1] - new :] = index_keys
         return stored

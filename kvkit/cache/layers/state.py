@@ -16,7 +16,7 @@ from kvkit.cache.layers.positions import RopeLike, RowPositions, planner, rotati
 from kvkit.cache.stores.span import Span
 from kvkit.cache.stores.states import NO_STATE, StateForms, StateStore
 from kvkit.checks.values import checked_format, integer
-from kvkit.errors import argument_error, describe, in_other_order
+from kvkit.errors import argument_error, check_shape, describe
 from kvkit.formats import FLOATS
 from kvkit.typed import Array, Attended, States
 
@@ -123,16 +123,15 @@ class StateLayer(Layer):
             if not isinstance(name, str) or not name.replace("_", "").replace(".", "").isalnum():
                 raise argument_error("states", "names of letters, digits, '_' and '.'", repr(name))
             fmt = checked_format(label, array, FLOATS, np.ndim(array))
-            if not array.ndim or not len(array) or len(array) != (batch or len(array)):
+            if not array.ndim or not len(array):
                 raise argument_error(label, f"shape [{batch or 'B'}, ...]", f"shape {array.shape}")
-            batch, form = len(array), (array.shape[1:], fmt.dtype)
-            if known.setdefault(name, form) != form:
-                shape, dtype = known[name]
-                axes = "batch", *(f"axis {i}" for i in range(1, array.ndim))
-                hint = in_other_order(array.shape, (batch, *shape), axes)
-                raise argument_error(
-                    label, f"{(batch, *shape)} of {dtype}, as before", f"{describe(array)}{hint}"
-                )
+            batch = batch or len(array)
+            shape, dtype = known.setdefault(name, (array.shape[1:], fmt.dtype))
+            check_shape(
+                label, array, (batch, *shape), ("batch", *(f"axis {i}" for i in range(1, array.ndim)))
+            )
+            if fmt.dtype != dtype:
+                raise argument_error(label, f"an array of {dtype}, as before", describe(array))
         return StateForms(batch, known)
 
     @one_call_at_a_time

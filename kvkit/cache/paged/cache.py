@@ -224,24 +224,13 @@ class PagedCache(BaseCache):
             return PagedStep(self.store, step)
         except BaseException:
             if not is_open:
-                self._abandon_open_step()
+                self.blocks._abandon_open_step()
             raise
 
-    def _abandon_open_step(self) -> None:
-        """Abandon the open step, if there is one, which a failed call has begun."""
-        if self.blocks.open_step is not None and not self._guard.interrupted:
-            self.blocks._abandon(self.blocks.open_step)
-
-    def _ended_step(self, sequences: Iterable[Sequence]) -> PagedStep:
+    @one_call_at_a_time
+    def _reading_step(self, sequences: Iterable[Sequence]) -> PagedStep:
         """Return a step without new tokens, to read what sequences have."""
-        is_open = self.blocks.open_step is not None
-        try:
-            with self.begin_step([(seq, 0) for seq in sequences]) as step:
-                return step
-        except BaseException:
-            if not is_open:
-                self._abandon_open_step()
-            raise
+        return PagedStep(self.store, self.blocks._reading_step(sequences))
 
     # Removing and moving tokens of one sequence, in all layers
 

@@ -20,14 +20,7 @@ from kvkit.cache.layers.compressed import COMPRESSORS, INDEX_ARRAYS, CompressedL
 from kvkit.cache.stores.allocation import in_memory
 from kvkit.cache.stores.compressed import PAGE, IndexKeys, RowPool
 from kvkit.checks.values import checked_format, integer
-from kvkit.errors import (
-    CapacityError,
-    DroppedTokensError,
-    KvkitError,
-    argument_error,
-    describe,
-    in_other_order,
-)
+from kvkit.errors import CapacityError, DroppedTokensError, KvkitError, argument_error, check_shape, describe
 from kvkit.formats import BY_DTYPE, FLOATS
 from kvkit.typed import Array, Attended, FilePath, Pair
 
@@ -355,8 +348,6 @@ class PagedCompressedCache:
         for seq, count in ordered:
             self._check(seq)
             integer("new tokens", count, 0, self.step_tokens)
-        if self.blocks.open_step is not None:
-            raise argument_error("sequences", "the step before to be committed or abandoned", "an open step")
         if (missing := self.blocks._missing(ordered)) > 0:
             raise OutOfBlocksError(missing + self.blocks.available, self.blocks.available)
         return ordered
@@ -444,8 +435,9 @@ class CompressedStep:
         pools, tokens = self._pools(layer_idx), len(self.positions)
         layer = pools.layer
         checked_format("row", row, FLOATS, 2)
-        if row.shape != (tokens, layer.dim) or (row.dtype != self.cache.dtype and not layer.format):
-            raise argument_error("row", f"[{tokens}, {layer.dim}] of {self.cache.dtype}", describe(row))
+        check_shape("row", row, (tokens, layer.dim), ("tokens", "dim"))
+        if row.dtype != self.cache.dtype and not layer.format:
+            raise argument_error("row", f"an array of {self.cache.dtype}", describe(row))
         inputs = layer._checked_inputs(compressor, indexer, (tokens,))
         ring = self.slots[self.owner] * pools.ring + self.positions % pools.ring
         pools.window.write(ring, row[None])
@@ -492,10 +484,9 @@ class CompressedStep:
         pools, tokens = self._pools(layer_idx), len(self.positions)
         layer = pools.layer
         checked_format("query", query, FLOATS, 3)
-        if int(layer_idx) not in self.written or query.shape != (tokens, query.shape[1], layer.dim):
-            wanted = f"[{tokens}, heads, {layer.dim}], after an update of layer {layer_idx}"
-            hint = in_other_order(query.shape, (tokens, None, layer.dim), ("tokens", "heads", "dim"))
-            raise argument_error("query", wanted, f"{query.shape}{hint}")
+        check_shape("query", query, (tokens, None, layer.dim), ("tokens", "heads", "dim"))
+        if int(layer_idx) not in self.written:
+            raise argument_error("query", f"an update of layer {layer_idx} before", "none")
         layer._check_index(index, (tokens,))
         near = self.positions[:, None] - np.arange(layer.near)[::-1]
         ring = self.slots[self.owner][:, None] * pools.ring + near % pools.ring
@@ -547,4 +538,4 @@ class CompressedStep:
                 self.commit()
         finally:
             if self.index.is_open:
-                self.abandon()
+                self.index.allocator._abandon_open_step()

@@ -21,7 +21,8 @@ from kvkit.calls.prepared import form_of
 from kvkit.checks import attention, masks
 from kvkit.checks.arguments import Scoring
 from kvkit.checks.values import checked_format, flag, integer, one_piece
-from kvkit.errors import argument_error, in_other_order, multiples
+from kvkit.errors import argument_error, check_shape, multiples
+from kvkit.formats import FLOATS
 from kvkit.runtime.locks import LayerLock
 from kvkit.typed import Array, Attended, States
 
@@ -65,7 +66,7 @@ class Batch(MovableTokens):
     def _tables(self) -> Any:
         """Return a step with the page tables of the rows: the last one, or one without new tokens."""
         if self.step is None:
-            self.step = self._cache._ended_step(self.sequences)
+            self.step = self._cache._reading_step(self.sequences)
         return self.step
 
     @whole_or_refused
@@ -136,7 +137,7 @@ class Batch(MovableTokens):
 
     def _abandon_open_step(self) -> None:
         """Abandon the open step, which a failed update has begun."""
-        self._cache._abandon_open_step()
+        self._cache.blocks._abandon_open_step()
         self._forget_step()
 
     @property
@@ -214,14 +215,10 @@ class PagedLayer(BaseLayer):
         self, key_states: Array, value_states: Array, cache_position: ArrayLike | None = None
     ) -> tuple[States, States]:
         store, rows = self._store, self.rows
-        geometry, tokens = check_geometry(key_states, value_states, None), key_states.shape[2]
-        batch = len(rows.sequences) or geometry.batch
+        checked_format("key_states", key_states, FLOATS, 4)
+        batch, tokens = len(rows.sequences) or key_states.shape[0], key_states.shape[2]
         dims = store.value_dim, store.rope_dim or store.dim
-        wanted = Geometry(batch, store.heads, *dims, store.format)
-        if geometry != wanted:
-            hint = in_other_order(key_states.shape, (*wanted[:2], None, wanted.key_dim))
-            like = f"keys and values as the cache has them, [batch, heads, tokens, dim] = {wanted}"
-            raise argument_error("key_states", like, f"{geometry}{hint}")
+        check_geometry(key_states, value_states, Geometry(batch, store.heads, *dims, store.format))
         if cache_position is not None:
             requests.check_positions(cache_position, tokens, self.get_seq_length())
         store.check_apart(self._layer_idx, {"key_states": key_states, "value_states": value_states})
@@ -302,10 +299,7 @@ class PagedLayer(BaseLayer):
         store, (batch, _, length, _) = self._store, self._shape
         checked_format("query", query, (store.format,), 4)
         _, heads, tokens, _ = query.shape
-        if query.shape != (batch, heads, tokens, store.dim) or not heads or heads % store.heads:
-            wanted = f"[{batch}, a multiple of {store.heads}, q, {store.dim}]"
-            hint = in_other_order(query.shape, (batch, multiples(store.heads), None, store.dim))
-            raise argument_error("query", f"shape {wanted}", f"{query.shape}{hint}")
+        check_shape("query", query, (batch, multiples(store.heads), None, store.dim))
         if is_causal and tokens > length:
             raise argument_error("query", f"at most {length} tokens, those in the layer", tokens)
         return batch, heads, tokens

@@ -40,7 +40,7 @@ from kvkit.checks import attention, index_tensors, masks
 from kvkit.checks.arguments import Scoring
 from kvkit.checks.records import NO_MASK, Context, StepIndex
 from kvkit.checks.values import checked_format, flag, integer, one_piece
-from kvkit.errors import argument_error, describe, in_other_order, multiples
+from kvkit.errors import argument_error, check_shape, describe, multiples
 from kvkit.rope import Rope
 from kvkit.typed import Array, Attended, States
 
@@ -230,12 +230,10 @@ class RaggedLayer(Layer):
         self.pool.copy(step.copies)
         return step
 
-    @whole
     def _tables(self) -> Step:
         """Return a step with the page tables of all heads: the last one, or one without new tokens."""
         if self._step is None:
-            with self._begin(0) as self._step:
-                pass
+            self._step = self.blocks._reading_step(self.sequences)
         return self._step
 
     @one_call_at_a_time
@@ -371,10 +369,7 @@ class RaggedLayer(Layer):
         checked_format("query", query, (self.geometry.fmt,), 4)
         batch, key_heads, dim = self.geometry.batch, self.geometry.heads, self.geometry.key_dim
         _, heads, new, _ = query.shape
-        if query.shape != (batch, heads, new, dim) or not heads or heads % key_heads:
-            wanted = f"shape [{batch}, a multiple of {key_heads}, q, {dim}] (batch, key heads and head size)"
-            hint = in_other_order(query.shape, (batch, multiples(key_heads), None, dim))
-            raise argument_error("query", wanted, f"{query.shape}{hint}")
+        check_shape("query", query, (batch, multiples(key_heads), None, dim))
         last = [*range(self.get_seq_length() - new, self.get_seq_length())]
         if new > 1 and any(seq.positions[-new:].tolist() != last for seq in self.sequences):
             wanted = f"one query, because some head does not store all of the last {new} tokens"

@@ -16,7 +16,7 @@ from kvkit.checks import attention, index_tensors, masks
 from kvkit.checks.arguments import Scoring, StepArguments
 from kvkit.checks.records import StepIndex
 from kvkit.checks.values import check_new_tokens, checked_format, integer, named_arrays, one_piece
-from kvkit.errors import argument_error, in_other_order
+from kvkit.errors import argument_error, check_shape
 from kvkit.runtime.arrays import addresses_of
 from kvkit.typed import Array, Attended, Pair
 
@@ -244,7 +244,7 @@ class PagedStep:
                 self.commit()
         finally:
             if self.index.is_open:
-                self.abandon()
+                self.index.allocator._abandon_open_step()
 
     def _tokens(self, current_key: Array, current_value: Array, layer_idx: int) -> Pair:
         """Check new keys and values; return the rows to store as keys and as values."""
@@ -253,9 +253,7 @@ class PagedStep:
         if fmt is not store.format:
             raise argument_error("current_key", f"dtype {store.format}, that of the cache", fmt)
         shape = self._step_index.tokens, store.heads, store.value_dim
-        if current_key.shape != shape:
-            hint = in_other_order(current_key.shape, shape, ("tokens", "heads", "dim"))
-            raise argument_error("current_key", f"shape {shape}", f"{current_key.shape}{hint}")
+        check_shape("current_key", current_key, shape, ("tokens", "heads", "dim"))
         store.check_apart(layer_idx, {"current_key": current_key, "current_value": current_value})
         return store.rows_of(current_key, current_value)
 

@@ -61,7 +61,7 @@ def check_geometry(
     if checked_format("value_states", value_states, FLOATS, 4) is not fmt:
         raise argument_error("value_states", f"the dtype of key_states, {fmt}", value_states.dtype)
     batch, heads, new, dim = key_states.shape
-    wanted = f"[batch, heads, tokens, dim] as at the first update, {frozen}"
+    wanted = f"[batch, heads, tokens, dim] = {frozen}, as the cache has keys"
     if frozen and (hint := in_other_order(key_states.shape, (*frozen[:2], None, frozen.key_dim))):
         raise argument_error("key_states", wanted, f"{key_states.shape}{hint}")
     if value_states.shape[:3] != (batch, heads, new):

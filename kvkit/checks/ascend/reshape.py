@@ -64,6 +64,8 @@ def compression(compress_type: object) -> CompressType:
     """Return a checked mode of compression."""
     if isinstance(compress_type, CompressType):
         return compress_type
+    if isinstance(compress_type, str) and compress_type in CompressType.__members__:
+        return CompressType[compress_type]
     if isinstance(compress_type, str):
         legal = " or ".join(f"ascend.CompressType.{mode.name}" for mode in CompressType)
         raise argument_error("compress_type", f"{legal}, or its number", describe(compress_type))
