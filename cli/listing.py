@@ -1,8 +1,9 @@
-"""`kvkit list`: list what names of formats, schemes, scorers, layouts, rules and operators there are."""
+"""`kvkit list`: list names of formats, schemes, scorers, layouts, rules, models and operators."""
 
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,10 +11,12 @@ import click
 
 from kvkit import layouts as kvkit_layouts
 from kvkit.eviction import SCORERS
+from kvkit.files.model_config import read_model
 from kvkit.formats.elements import FLOATS
 from kvkit.formats.known import ALIASES, NAMED
 from kvkit.formats.rotations import ROTATIONS
 from kvkit.formats.schemes import FORMAT_PAIRS, REGISTERED
+from kvkit.models.known import known_models
 from kvkit.operators import OPERATORS
 from kvkit.tools.rules import RULES
 from kvkit.tools.text import columns
@@ -80,6 +83,15 @@ def rules() -> Iterator[Facts]:
         yield {"name": name, "about": first_line(known.look)} | facts
 
 
+def models() -> Iterator[Facts]:
+    """Yield the models that `kvkit size` and `kvkit warm` know by name."""
+    for name, configuration in known_models().items():
+        shape = read_model(configuration)
+        kinds = Counter(layer.kind for layer in shape.layers)
+        layers = " + ".join(f"{count} {kind}" for kind, count in kinds.items())
+        yield {"name": name, "about": f"layers: {layers}; {shape.longest} tokens", "tokens": shape.longest}
+
+
 def ops() -> Iterator[Facts]:
     """Yield the operators."""
     for name, op in OPERATORS.items():
@@ -87,7 +99,7 @@ def ops() -> Iterator[Facts]:
 
 
 KINDS: dict[str, Callable[[], Iterator[Facts]]] = {
-    each.__name__: each for each in (formats, schemes, scorers, layouts, rules, ops)
+    each.__name__: each for each in (formats, schemes, scorers, layouts, rules, models, ops)
 }
 
 
@@ -100,10 +112,10 @@ def first_line(thing: Any) -> str:
 @click.argument("kind", metavar="KIND", type=click.Choice(list(KINDS)))
 @tool.json_option
 def listing(kind: str, as_json: bool) -> None:
-    """List formats, schemes, scorers, layouts, rules or ops (operators) by name.
+    """List formats, schemes, scorers, layouts, rules, models or ops (operators).
 
-    KIND is formats, schemes, scorers, layouts, rules or ops. `kvkit draw NAME` draws a layout, and says where
-    it is from; `kvkit describe NAME` shows an operator.
+    KIND is formats, schemes, scorers, layouts, rules, models or ops. `kvkit draw NAME` draws a layout, and
+    says where it is from; `kvkit describe NAME` shows an operator.
 
     \b
     Examples:

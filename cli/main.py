@@ -22,7 +22,7 @@ VERBS = {  # {verb: (module, first line of its help)}
     "warm": ("kvkit_cli.warm", "Compile code ahead of the calls that need it."),
     "list": (
         "kvkit_cli.listing",
-        "List formats, schemes, scorers, layouts, rules or ops (operators) by name.",
+        "List formats, schemes, scorers, layouts, rules, models or ops (operators).",
     ),
     "inspect": ("kvkit_cli.inspect", "List what is in a file: arrays, layout, tables, numbers."),
     "convert": ("kvkit_cli.convert", "Move a cache to another layout, bit for bit, or to another format."),
@@ -49,7 +49,7 @@ SECTIONS = {
 }
 ARGUMENTS = {  # {name of an argument in the help: what to give, for the error that it is missing}
     "OP": "an operator that kvkit list ops prints",
-    "KIND": "formats, schemes, scorers, layouts, rules or ops",
+    "KIND": "formats, schemes, scorers, layouts, rules, models or ops",
     "FILE": "a file with a cache",
     "FILE|LAYOUT": "a file with a cache, or a layout that kvkit list layouts prints",
     "IN": "files with caches, in front of OUT",

@@ -45,6 +45,7 @@ def parse_numbers(context, param, text):
 @click.option(
     "--fit", metavar="BYTES", help="Print the longest contexts that fit into so much memory: 24GiB."
 )
+@click.option("--weights", metavar="BYTES", help="With --fit: what the model's weights take of it: 16GB.")
 @click.option("--residual", "residual_length", type=int, metavar="N",
               help="With --engine kvkit: recent tokens that stay unquantized (128).")  # fmt: skip
 @click.option("--sink", type=int, metavar="N", help="With --engine kvkit: first tokens that do (4).")
@@ -59,7 +60,7 @@ def size(model, as_json, **options):
     Examples:
       kvkit size llama-3.1-8b --tokens 8k,128k
       kvkit size config.json --formats float16,q8_0 --batch 1,8
-      kvkit size model.gguf --engine llama.cpp --fit 24GiB
+      kvkit size model.gguf --engine llama.cpp --fit 24GiB --weights 16GB
       kvkit size --layers 32 --kv-heads 8 --head-dim 128
     """
     tool.show_result(tools.size(model, **options), as_json)

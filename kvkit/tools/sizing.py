@@ -130,7 +130,11 @@ class CacheSizes:
         One for each context length, batch and format; with ``fit`` the longest for each batch and format.
     engine : str
     fit : int, optional
-        The bytes that a cache may take.
+        The bytes that a cache may take, without those of the weights.
+    longest : int, optional
+        The tokens of the longest context that the model's configuration names.
+    weights : int, optional
+        The bytes of the weights.
     """
 
     model: str
@@ -139,10 +143,25 @@ class CacheSizes:
     caches: list[SizedCache]
     engine: str
     fit: int | None = None
+    longest: int | None = None
+    weights: int | None = None
+
+    @property
+    def notes(self) -> list[str]:
+        """Return what the sizes leave out: weights beside `fit`, and the model's last position."""
+        found = []
+        if self.fit is not None and self.weights is None:
+            found.append("the weights are not taken off: give their size, as weights=16GB")
+        if self.longest and any(self.longest < each.tokens < ENDLESS for each in self.caches):
+            found.append(
+                f"the model's configuration ends at {self.longest} tokens: it cannot use longer contexts"
+            )
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as values that JSON can hold."""
-        return asdict(self) | {"caches": [asdict(each) | {"bytes": each.bytes} for each in self.caches]}
+        caches = [asdict(each) | {"bytes": each.bytes} for each in self.caches]
+        return asdict(self) | {"caches": caches, "notes": self.notes}
 
     def __str__(self) -> str:
         def shown(number: int | None) -> str:
@@ -156,7 +175,8 @@ class CacheSizes:
         if self.fit is not None:
             longest = [(str(each.batch), each.format, str(each.tokens) if each.tokens < ENDLESS else "any",
                         in_words(each.bytes)) for each in self.caches]  # fmt: skip
-            parts.append(f"the longest contexts that fit into {in_words(self.fit)}:")
+            beside = "" if self.weights is None else f", beside {in_words(self.weights)} of weights"
+            parts.append(f"the longest contexts that fit into {in_words(self.fit)}{beside}:")
             parts.append(columns(("batch", "format", "tokens", "size"), longest, 40))
         else:
             formats = list(dict.fromkeys(each.format for each in self.caches))
@@ -165,6 +185,7 @@ class CacheSizes:
                 table.setdefault((each.tokens, each.batch), []).append(in_words(each.bytes))
             lines = [(str(tokens), str(batch), *sizes) for (tokens, batch), sizes in table.items()]
             parts.append(columns(("tokens", "batch", *formats), lines, 40))
+        parts += ["\n".join(f"note: {note}" for note in self.notes)] if self.notes else []
         return "\n\n".join(parts)
 
 
@@ -181,6 +202,7 @@ def size(
     engine: str = "exact",
     step: int | None = None,
     fit: int | str | None = None,
+    weights: int | str | None = None,
     residual_length: int | None = None,
     sink: int | None = None,
 ) -> CacheSizes:
@@ -213,6 +235,8 @@ def size(
         The most new tokens of a step. vLLM (8,192 by default) and llama.cpp (512) keep room for them.
     fit : int or str, optional
         Bytes, such as ``"24GiB"``. Find the longest contexts that fit into them, instead of ``tokens``.
+    weights : int or str, optional
+        Bytes of ``fit`` that the model's weights take, such as ``"16GB"``.
     residual_length, sink : int, optional
         As in `QuantizedCache`, for engine "kvkit": by default 128 recent tokens and 4 sinks.
 
@@ -279,15 +303,25 @@ def size(
             states += times * layer.state * STATE_BYTES
         return SizedCache(tokens, batch, format, int(keys), int(values), int(states))
 
+    of_weights = None if weights is None else parse_bytes("weights", weights)
+    if of_weights is not None and fit is None:
+        raise argument_error("weights", "fit beside them: the bytes of both", "None")
     if fit is not None:
-        most = parse_bytes("fit", fit)
+        most = parse_bytes("fit", fit) - (of_weights or 0)
+        if most < 0:
+            raise argument_error(
+                "weights", f"at most the {in_words(parse_bytes('fit', fit))} of fit", weights
+            )
         caches = [longest(partial(sized, batch=b, format=f), most) for b in batches for f in counts]
     else:
         usual = [n for n in (4096, 32768, shape.longest) if n]
         lengths = usual if tokens is None else token_counts("tokens", tokens)
         caches = [sized(n, b, f) for n in sorted(set(lengths)) for b in batches for f in counts]
         most = None
-    return CacheSizes(shape.name, len(shape.layers), layers, caches, engine, most)
+    return CacheSizes(
+        shape.name, len(shape.layers), layers, caches, engine,
+        fit=most, longest=shape.longest, weights=of_weights,
+    )  # fmt: skip
 
 
 def several(value: Any) -> list[Any]:

@@ -310,3 +310,21 @@ def test_a_cache_of_transformers_takes_so_much(kind):
             cache.update(*torch.zeros(2, 1, 2, part, 8, dtype=torch.float16), i)
     stored = sum(2 * layer.keys.nbytes for layer in cache.layers)
     assert size(made, tokens=tokens, engine="transformers").caches[0].bytes == stored
+
+
+def test_what_fits_beside_weights_and_before_the_last_position():
+    alone, beside = (size("gpt-oss-20b", fit="24GiB", weights=weights) for weights in (None, "13GB"))
+    assert beside.fit == alone.fit - 13 * 10**9
+    assert beside.caches[0].bytes <= beside.fit < alone.caches[0].bytes
+    assert [len(each.notes) for each in (alone, beside)] == [2, 1]
+    assert "weights=16GB" in str(alone)
+    assert "ends at 131072 tokens" in beside.notes[0]
+    assert size("gpt-oss-20b", fit="3GiB").notes[1:] == []
+    assert size("gpt-oss-20b", tokens="128k").notes == []
+    assert "131072" in size("gpt-oss-20b", tokens=131073).notes[0]
+    for keywords, message in (
+        ({"weights": "1GB"}, "weights: expected fit"),
+        ({"fit": "1GB", "weights": "2GB"}, "weights: expected at most the .* of fit, got 2GB"),
+    ):
+        with pytest.raises(KvkitError, match=message):
+            size("gpt-oss-20b", **keywords)
