@@ -9,7 +9,7 @@ from pathlib import Path
 DOCS = Path(__file__).parent
 BLOCK = re.compile(r"```python\n(.*?)```", re.S)
 SHELL = re.compile(r"```console\n(.*?)```", re.S)
-FLAGS = doctest.IGNORE_EXCEPTION_DETAIL | doctest.NORMALIZE_WHITESPACE
+FLAGS = doctest.NORMALIZE_WHITESPACE
 
 
 def pages():

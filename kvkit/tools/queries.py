@@ -17,6 +17,7 @@ QUERY_NAMES = "query", "queries", "current_query", "query_states", "q"
 MASK_NAMES = "attn_mask", "attention_mask", "padding_mask"
 FORM = "[layers, sequences, last tokens, heads, dim]"
 SCALE = "softmax_scale"
+EXCHANGE = "exchange axes 2 and 3 of"  # in notes on queries that are, or may be, in transformers' order
 
 
 class FoundQueries(NamedTuple):
@@ -52,11 +53,18 @@ def find_queries(
     found = [split_queries(each, heads, dim, starts) for each in given] if np.ndim(given[0]) > 2 else []
     if len(found) != layers or any(each is None for each in found):
         shape = describe(given if isinstance(given, np.ndarray) else given[0])
-        return FoundQueries(None, (f"{name} is not {FORM}: {shape}",))
+        turned = [each.swapaxes(-3, -2) for each in given] if np.ndim(given[0]) > 2 else []
+        fits = [split_queries(each, heads, dim, starts) is not None for each in turned]
+        why = (
+            f", but as transformers orders them: {EXCHANGE} {name}"
+            if len(fits) == layers and all(fits)
+            else ""
+        )
+        return FoundQueries(None, (f"{name} is not {FORM}{why}: {shape}",))
     tokens, count = found[0][0].shape[:2]
     note = f"queries: the last {tokens:,} tokens, {count:,} heads"
     if tokens < count <= min(np.diff(starts)) and not tokens % heads:
-        note += f"; if they are {count:,} tokens and {tokens:,} heads, exchange axes 2 and 3 of {name}"
+        note += f"; if they are {count:,} tokens and {tokens:,} heads, {EXCHANGE} {name}"
     return FoundQueries(found, (note,), names)
 
 

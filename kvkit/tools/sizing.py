@@ -303,25 +303,32 @@ def size(
             states += times * layer.state * STATE_BYTES
         return SizedCache(tokens, batch, format, int(keys), int(values), int(states))
 
-    of_weights = None if weights is None else parse_bytes("weights", weights)
-    if of_weights is not None and fit is None:
-        raise argument_error("weights", "fit beside them: the bytes of both", "None")
-    if fit is not None:
-        most = parse_bytes("fit", fit) - (of_weights or 0)
-        if most < 0:
-            raise argument_error(
-                "weights", f"at most the {in_words(parse_bytes('fit', fit))} of fit", weights
-            )
+    most, of_weights = bytes_of_cache(fit, weights)
+    if most is not None:
         caches = [longest(partial(sized, batch=b, format=f), most) for b in batches for f in counts]
     else:
         usual = [n for n in (4096, 32768, shape.longest) if n]
         lengths = usual if tokens is None else token_counts("tokens", tokens)
         caches = [sized(n, b, f) for n in sorted(set(lengths)) for b in batches for f in counts]
-        most = None
     return CacheSizes(
         shape.name, len(shape.layers), layers, caches, engine,
         fit=most, longest=shape.longest, weights=of_weights,
     )  # fmt: skip
+
+
+def bytes_of_cache(fit: int | str | None, weights: int | str | None) -> tuple[int | None, int | None]:
+    """Return how many bytes a cache may take beside the weights, and how many these take."""
+    if fit is None:
+        if weights is not None:
+            raise argument_error("weights", "fit beside them: the bytes of both", "None")
+        return None, None
+    most = parse_bytes("fit", fit)
+    if weights is None:
+        return most, None
+    taken = parse_bytes("weights", weights)
+    if taken > most:
+        raise argument_error("weights", f"at most the {in_words(most)} of fit", weights)
+    return most - taken, taken
 
 
 def several(value: Any) -> list[Any]:

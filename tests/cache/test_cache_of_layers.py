@@ -214,7 +214,7 @@ def test_public_names():
     "name", [module.name for module in pkgutil.walk_packages(kvkit.cache.__path__, "kvkit.cache.")]
 )
 def test_examples(name):
-    options = doctest.IGNORE_EXCEPTION_DETAIL | doctest.NORMALIZE_WHITESPACE
+    options = doctest.NORMALIZE_WHITESPACE
     assert doctest.testmod(importlib.import_module(name), optionflags=options).failed == 0
 
 

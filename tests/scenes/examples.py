@@ -6,7 +6,7 @@ import doctest
 def run_examples(text, name):
     test = doctest.DocTestParser().get_doctest(text, {}, name, name, 0)
     assert test.examples
-    runner = doctest.DocTestRunner(optionflags=doctest.IGNORE_EXCEPTION_DETAIL | doctest.NORMALIZE_WHITESPACE)
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     report = []
     runner.run(test, out=report.append)
     assert runner.summarize(verbose=False).failed == 0, "".join(report)

@@ -256,8 +256,12 @@ def test_what_was_understood_of_queries(arrays):
         )
     )
     exchanged = arrays | {"query": arrays["query"].swapaxes(2, 3)}  # 16 heads, no multiple of 3
-    with pytest.raises(KvkitError, match=r"got query is not \[layers, sequences, last tokens, .* shape"):
-        tools.study(exchanged, evict="tova@0.5")
+    for work in ({"evict": "tova@0.5"}, {"schemes": "fp8"}):
+        with pytest.raises(
+            KvkitError, match=r"got query is not .*, but as transformers orders.*2 and 3 of query"
+        ):
+            tools.study(exchanged, **work)
+    assert str(tools.study(wide, "fp8")).splitlines()[2].startswith("note: queries: the last 6 tokens")
 
 
 def test_queries_that_a_scorer_lacks(arrays):

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvkit.errors import KvkitError, argument_error, hints_keywords
 from kvkit.rope import Rope
+from kvkit.tools.queries import EXCHANGE, FORM
 from kvkit.tools.readers import CacheReader, LayerReader, open_cache
 from kvkit.tools.studies import evicting, measures, mixes, report
 from kvkit.tools.studies.policies import StudyPlan, Target, make_plan, make_target
@@ -50,12 +51,15 @@ class Study(StudyRecord):
     def __str__(self) -> str:
         layers = f"{len(self.layers)} layer{'s' * (len(self.layers) != 1)}"
         parts = [f"{self.source}: {layers}, {self.num_kv_heads} key heads, {self.tokens:,} tokens"]
-        notes = "\n".join(f"note: {note}" for note in self.notes)
-        parts += [notes] * self.unjudged + mix_in_words(self.mix) + in_short(self)
+        early, late = (
+            "\n".join(f"note: {note}" for note in self.notes if (self.unjudged or EXCHANGE in note) == first)
+            for first in (True, False)
+        )
+        parts += [early, *mix_in_words(self.mix), *in_short(self)]
         parts.append(columns(*table(self.summary, wide=False), MAX_ROWS))
         if heads := worst_heads(self):
             parts.append(f"the {WORST} worst heads\n" + columns(("scheme", ""), heads, MAX_ROWS))
-        parts += [notes] * (not self.unjudged)
+        parts.append(late)
         return "\n\n".join(filter(None, parts))
 
 
@@ -187,6 +191,8 @@ def study_layers(
 ) -> Study:
     """Study an opened source under a `StudyPlan`, and then the mix that a target asks for."""
     opened = source.value
+    if EXCHANGE in (given := opened.layer(0).no_queries):  # outputs would be left out, and errors halved
+        raise argument_error("query", FORM, given)
     titles, target = [f"{opened.name}, layer {i}" for i in range(opened.count)], plan.value.target
     done, passes = 0, 1 if target is None else 2
 
