@@ -26,6 +26,7 @@ from kvkit.checks.values import (
 )
 from kvkit.errors import argument_error, describe
 from kvkit.formats.elements import BY_NAME, FLOATS, Element
+from kvkit.runtime.arrays import address
 from kvkit.typed import Array
 
 FLOAT32 = np.dtype(np.float32)
@@ -175,7 +176,7 @@ def grouped_heads(shape: tuple[int, ...], wanted: tuple[int, ...]) -> str:
 def context_of(fmt: Element, key: Array, value: Array, strides: Sequence[Sequence[int]]) -> Context:
     """Return the `Context` of keys and values [.., heads, dim] with these (sequence, row) strides."""
     key_side, value_side = (
-        Side(array.ctypes.data, sequence, row, array.strides[-2])
+        Side(address(array), sequence, row, array.strides[-2])
         for array, (sequence, row) in zip((key, value), strides, strict=True)
     )
     (heads, dim), value_dim = key.shape[-2:], value.shape[-1]

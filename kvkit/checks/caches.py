@@ -21,6 +21,7 @@ from kvkit.errors import argument_error, describe
 from kvkit.formats.elements import BY_DTYPE, FLOATS, INT8, QUANTIZED, STORED, Element
 from kvkit.layouts.grammar import Layout
 from kvkit.layouts.pmx import shape_text
+from kvkit.runtime.arrays import address
 from kvkit.typed import Array
 
 
@@ -86,7 +87,7 @@ def layer_sides(array: Array, layout: Layout, layer: int) -> tuple[Side, Side]:
     """
     strides, at = array.strides, layout.at
     sequence = strides[at["b"]] if "b" in at else 0
-    key = Side(array.ctypes.data + layer * strides[at["l"]], sequence, strides[at["n"]], strides[at["h"]])
+    key = Side(address(array) + layer * strides[at["l"]], sequence, strides[at["n"]], strides[at["h"]])
     return key, key._replace(address=key.address + strides[at["kv"]])
 
 
@@ -111,7 +112,7 @@ def with_own_scales(layer: Context, scale: Array) -> Context:
 def at_scales(layer: Context, scale: Array) -> Context:
     """Return the layer with scales [2] or [2, heads] of keys and values, which are read in place."""
     head = scale.strides[1] if scale.ndim == 2 and layer.heads > 1 else 0  # 0: one scale for all heads
-    at, (key, value) = scale.ctypes.data, layer.sides
+    at, (key, value) = address(scale), layer.sides
     sides = key.with_scales(at, head=head), value.with_scales(at + scale.strides[0], head=head)
     return layer._replace(sides=sides)
 

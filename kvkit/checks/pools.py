@@ -14,6 +14,7 @@ from kvkit.checks.records import Context, Side
 from kvkit.checks.values import FORMATS, check_bytes, checked_format, element_step, is_broadcast
 from kvkit.errors import argument_error, describe
 from kvkit.formats import BY_DTYPE, FLOATS, Element
+from kvkit.runtime.arrays import address
 from kvkit.typed import Array
 
 PAGE, ROW, HEAD, CONTENT = range(4)  # the axes of a view of a pool
@@ -196,11 +197,11 @@ def context_of(
     """
     key_format, value_format = stored or (FORMATS[key.dtype], FORMATS[value.dtype])
     (key_unit, key_page, key_step), (value_unit, value_page, value_step) = place_of(key), place_of(value)
-    key_side = Side(key.ctypes.data, 0, key_unit, key.strides[HEAD])
-    value_side = Side(value.ctypes.data, 0, value_unit, value.strides[HEAD])
+    key_side = Side(address(key), 0, key_unit, key.strides[HEAD])
+    value_side = Side(address(value), 0, value_unit, value.strides[HEAD])
     if scales:
         key_side, value_side = (
-            side.with_scales(scale.ctypes.data, 0, place_of(scale)[0], scale.strides[HEAD])
+            side.with_scales(address(scale), 0, place_of(scale)[0], scale.strides[HEAD])
             for side, scale in zip((key_side, value_side), scales, strict=True)
         )
     return Context(

@@ -120,8 +120,7 @@ def prepare_attention(query, out, lse, context, steps, decoding, weights, key_we
     is_long = floats and longest <= LONGEST_ROW and [side.row * step for side, step in places] == [*sizes]
     lead = 0 if longest <= UNAIDED_ROW else LONG_RUN_AHEAD // longest
     same_strides = keys.row == values.row and (context.heads == 1 or keys.head == values.head)
-    params = ATTENTION_PARAMS.filled({
-        **fixed_fields(form, distances),
+    params = filled_params(form, distances, {
         **side_fields("keys", context, 0, steps.table),
         **side_fields("values", context, 1, steps.table if value_table is None else value_table),
         **scoring_fields(weights, constants, sinks),
@@ -132,7 +131,7 @@ def prepare_attention(query, out, lse, context, steps, decoding, weights, key_we
     })  # fmt: skip
     if key_weights is not None:
         keep_items_whole(params, steps)
-    division = schedule(params, params.ctypes.data)
+    division = schedule(params, address(params))
     tiles = int(params[FIELD["tiles"]])
     several_tiles = bool(params[FIELD["group"]] > NARROW)  # of the query rows of a token
     params[FIELD["engines"]], _ = engines(form, tiles, distances, several_tiles)
@@ -147,10 +146,10 @@ def prepare_attention(query, out, lse, context, steps, decoding, weights, key_we
 
 def launch(params, division, alive, shared, key_weights=None):
     """Return a launch of scheduled attention; each run reads the `shared` scales anew."""
-    at = params.ctypes.data
+    at = address(params)
     groups, items, splits, _, group_tiles, is_alone = division
     counters = np.zeros(groups + 1, np.int64)
-    params[FIELD["counters"]] = counters.ctypes.data
+    params[FIELD["counters"]] = address(counters)
     grants = [(FIELD["workspace_at"], workspace, int(params[FIELD["workspace_bytes"]]), 0)]
     if splits:
         params[FIELD["merge_splits"]] = merge_code().address
@@ -216,6 +215,27 @@ def schedule(params, at):
 def least_shared():
     """Return the least products that several threads compute."""
     return SMALL_IN_TEAM if launches.parallel else SMALL
+
+
+def filled_params(form, distances, fields):
+    """Return the params with the fields that a form decides and those of a call, as `Record.filled` does."""
+    fixed = fixed_params(form, distances)
+    if len(fields) + len(fixed_fields(form, distances)) != len(ATTENTION_PARAMS.names):
+        return ATTENTION_PARAMS.filled(fixed_fields(form, distances) | fields)  # which says what is wrong
+    params = fixed.copy()
+    words = params.data
+    for name, value in fields.items():
+        if type(value) is not int:
+            value = address(value) if isinstance(value, np.ndarray) else value or 0
+        words[FIELD[name]] = value
+    return params
+
+
+@functools.cache
+def fixed_params(form, distances):
+    """Return the params with the fields that a form decides."""
+    missing = set(ATTENTION_PARAMS.names).difference(fixed_fields(form, distances))
+    return ATTENTION_PARAMS.filled(fixed_fields(form, distances) | dict.fromkeys(missing, 0))
 
 
 # What formats and sizes decide
