@@ -105,9 +105,11 @@ def draw_threads(figure: Any) -> None:
 
 
 def draw_rivals(figure: Any) -> None:
-    """Draw the time of a step of decoding as a bar for kvkit and each peer, by case."""
+    """Draw the time of a step of decoding with 8 key heads as a bar for kvkit and each peer, by case."""
     axes, y, ticks = figure.subplots(), 0.0, []
     for result in json.loads(RIVALS.read_text())["results"]:
+        if ", 8 kv heads" not in result["case"]:
+            continue
         case, times = result["case"].removeprefix("decode ").replace(", layout 3", ""), {}
         for name, seconds in {"kvkit": result["seconds"], **result["beside"]}.items():
             if seconds and name in ("kvkit", *PEERS):
