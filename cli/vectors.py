@@ -104,6 +104,7 @@ def replay(ctx: click.Context, folder: Path, as_json: bool, **options: Any) -> N
 @click.argument("folder", metavar="FOLDER", type=PATH)
 @click.argument("results", metavar="RESULTS", type=PATH)
 @OPERATOR
+@click.option("--case", metavar="NAME", help="Only this case, or those that a pattern fits, as 'plain-*'.")
 @AS_JSON
 @click.pass_context
 def diff_results(ctx: click.Context, folder: Path, results: Path, as_json: bool, **options: Any) -> None:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from planted_faults import quantized
 
+from kvkit.errors import KvkitError
 from kvkit.tools import vectors
 from kvkit.tools.vectors import packs
 from kvkit.tools.vectors.replaying import stored_floats
@@ -80,3 +81,16 @@ def test_words_and_causes(tmp_path, suite, operator, edit, words):
     assert lines[0].endswith(f"({operator}):")
     assert "elements differ" in lines[1]
     assert lines[2].startswith("    first: ")
+
+
+def test_cases_without_results_are_one_line_and_cases_are_chosen(tmp_path):
+    pack, results = tmp_path / "pack", tmp_path / "results"
+    vectors.make(pack, operator="merge_attention_states")
+    names = [case["name"] for case in packs.manifest(pack)["cases"]]
+    said = str(vectors.diff(pack, results)).splitlines()
+    assert said[0].startswith("3 cases have no results, the first is ")
+    assert said[1:] == ["3 failed"]
+    assert [each.case for each in vectors.diff(pack, results, case=names[1]).cases] == [names[1]]
+    assert len(vectors.diff(pack, results, case="*").cases) == 3
+    with pytest.raises(KvkitError, match=f"case: expected a case or .*{names[0]}.*, got nothing"):
+        vectors.diff(pack, results, case="nothing")

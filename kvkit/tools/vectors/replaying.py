@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -24,6 +25,7 @@ from kvkit.tools.vectors import packs
 from kvkit.tools.vectors.packs import Entry
 from kvkit.typed import Array, FilePath
 
+NO_FILE = ": no such file"  # ends why a case without results failed
 PACKAGES = {"cpu": "kvkit", "cuda": "kvkit_cuda"}
 
 
@@ -65,7 +67,11 @@ class Outcomes:
         return {"ok": self.ok, "cases": [asdict(case) for case in self.cases]}
 
     def __str__(self) -> str:
-        lines = [str(case) for case in self.cases if case.status == "failed"]
+        failed = [case for case in self.cases if case.status == "failed"]
+        missing = [case for case in failed if case.why.endswith(NO_FILE)]
+        lines = [str(case) for case in failed if len(missing) < 2 or case not in missing]
+        if len(missing) > 1:
+            lines.append(f"{len(missing)} cases have no results, the first is {missing[0].why}")
         statuses = [case.status for case in self.cases]
         counts = [f"{statuses.count(x)} {x}" for x in ("passed", "failed", "ran") if x in statuses]
         return "\n".join([*lines, ", ".join(counts) or "no cases"])
@@ -142,8 +148,9 @@ def replay(
 
 
 def diff(
-    folder: str | os.PathLike, results: str | os.PathLike, *, operator: str | None = None, advance: Any = None
-) -> Outcomes:
+    folder: str | os.PathLike, results: str | os.PathLike, *, operator: str | None = None,
+    case: str | None = None, advance: Any = None,
+) -> Outcomes:  # fmt: skip
     """Compare the results of a device with a pack, and find causes of differences.
 
     Parameters
@@ -153,6 +160,8 @@ def diff(
     results : path
         A folder with a file ``CASE/NAME.npy`` (or .bin) for every output and every array that changes, in
         the dtypes of the pack, bfloat16 and fp8 as bits. For calls to refuse: the arrays after the call.
+    case : str, optional
+        Compare only the cases of this name, or of names that a pattern fits, such as ``"plain-*"``.
     operator, advance : optional
         See `replay`.
 
@@ -181,24 +190,29 @@ def diff(
             if group != "arguments":
                 path = results / case["name"] / f"{name}{Path(entry['file']).suffix}"
                 if not path.is_file():
-                    return CaseResults(found, f"{path}: no such file", refusal)
+                    return CaseResults(found, f"{path}{NO_FILE}", refusal)
                 found[name] = packs.array(folder, entry | {"dtype": packs.result_dtype(entry)}, path)
         return CaseResults(found, "", refusal)
 
-    return outcomes(folder, read, operator, advance)
+    return outcomes(folder, read, operator, advance, case)
 
 
 def outcomes(
-    folder: FilePath, run: Callable[[Path, Entry], CaseResults], operator: str | None, advance: Any
-) -> Outcomes:
-    """Run every case, and return the outcomes."""
-    result = Outcomes()
+    folder: FilePath, run: Callable[[Path, Entry], CaseResults], operator: str | None, advance: Any,
+    pattern: str | None = None,
+) -> Outcomes:  # fmt: skip
+    """Run the cases of an operator whose names fit a pattern, or all; return the outcomes."""
+    result, names = Outcomes(), []
     for pack in packs.manifests(folder):
         for case in packs.manifest(pack)["cases"]:
-            if operator is None or case["operator"] == operator:
-                result.cases.append(judge_case(pack, case, run(pack, case)))
-                if advance is not None:
-                    advance(1)
+            names.append(case["name"])
+            if operator not in (None, case["operator"]) or not fnmatchcase(case["name"], pattern or "*"):
+                continue
+            result.cases.append(judge_case(pack, case, run(pack, case)))
+            if advance is not None:
+                advance(1)
+    if pattern is not None and not result.cases:
+        raise argument_error("case", f"a case or a pattern of cases ({brief(', '.join(names))})", pattern)
     return result
 
 
