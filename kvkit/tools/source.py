@@ -211,7 +211,9 @@ class CacheSource(CacheArrays):
         shape, lists = self.first_array.shape, ("l",) if self.in_lists else ()
         found = [f"'{layout_of_order(lists, axes)}' ({describe_order(axes, shape)})" for axes in self.orders]
         name = (self.side_names or SIDES)[0]
-        return f"a layout, as {name} {shape} may be {' or '.join(found)}, or the size h"
+        heads = shape[self.orders[-1].split().index("h")]
+        size = f"the size h, as sizes={{'h': {heads}}}"
+        return f"a layout, as {name} {shape} may be {' or '.join(found)}, or {size}"
 
     def require_cache(self) -> Any:
         """Return `cache`; raise if the source has none, or its layout is unknown."""

@@ -164,7 +164,7 @@ def test_packed_tokens_are_sequences(sides, names):
         assert np.array_equal(first[0, :9], key[0, :9])
         assert np.array_equal(first[1], key[0, 9:])
         assert not done.arrays.keys() & {"seqstarts"}
-        assert tools.check(arrays).checked == ["D1"]
+        assert set(tools.check(arrays).checked) - {"D6"} == {"L3", "D1", "D4", "D5", "D7"}
         again = tools.convert(arrays, None, to_layout="hf")
         again = files.Contents(files.flat(again.arrays), {}, description=again.description)
         assert open_cache(again).layer(0).starts == [0, 9, B * N]

@@ -11,6 +11,7 @@ from kvkit.tools.findings import Rule, Seen, rule
 
 LEAST_TOKENS = 16
 OUTSTANDING = 2.5  # |mean| / standard deviation that channels of keys reach, and channels of values do not
+AMONG = 3  # how many times the ratio of a head's median channel such a channel's is
 TIMES = 1.8  # how many times the ratio of keys the ratio of values must be
 
 
@@ -98,7 +99,9 @@ def outstanding_channels(side: CheckedSide, rows: np.ndarray) -> list[float] | N
             return None
         spread = numbers.std(axis=0)  # [heads, content]; constant channels do not count
         ratio = np.divide(np.abs(numbers.mean(axis=0)), spread, where=spread > 0, out=np.zeros_like(spread))
-        found.append(float(np.median(ratio.max(axis=-1))))
+        most = ratio.max(axis=-1)
+        most[most < AMONG * np.median(ratio, axis=-1)] = 0  # no few channels stand out
+        found.append(float(np.median(most)))
     return found
 
 
