@@ -47,6 +47,7 @@ SECTIONS = {
     "Operators": "run describe",
     "This machine": "info warm clean bench",
 }
+RENAMED = {"cache": "clean", "layouts": "list layouts", "ops": "list ops"}  # verbs of before
 ARGUMENTS = {  # {name of an argument in the help: what to give, for the error that it is missing}
     "OP": "an operator that kvkit list ops prints",
     "KIND": "formats, schemes, scorers, layouts, rules, models or ops",
@@ -122,6 +123,8 @@ def silence(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
 
 def correction(name: str) -> str:
     """Return the end of the error about an unknown verb: what to type instead."""
+    if name in RENAMED:
+        return f": it is kvkit {RENAMED[name]}"
     if Path(name).exists():
         return f", but a file: kvkit inspect {name}"
 

@@ -96,4 +96,13 @@ DEEPER = dict.fromkeys(
     ), "kvkit.cache",
 )  # fmt: skip
 DEEPER |= {"KvkitCache": "kvkit.integrations.transformers", "reshape_and_cache": "kvkit.ascend"}
-__getattr__, __dir__ = lazy_names(__name__, MODULES, __all__, DEEPER)
+# What elsewhere has another name
+RENAMED = dict.fromkeys(
+    ("attention", "flash_attention", "scaled_dot_product_attention"), "multi_head_attention"
+)
+RENAMED |= {
+    "KVCache": "DynamicCache",
+    "dequantize": "kvkit.formats.decode",
+    "quantize": "kvkit.formats.encode",
+}
+__getattr__, __dir__ = lazy_names(__name__, MODULES, __all__, DEEPER, RENAMED)

@@ -185,6 +185,9 @@ def add_keyword_hint(error: TypeError, function: Callable[..., Any], keywords: I
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     unknown = [] if takes_any else [name for name in keywords if name not in parameters]
     said = str(error).partition(". Did you mean")[0]
+    named = [name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY]
+    if named and "positional argument" in said and "were given" in said and "by name" not in said:
+        error.args = (f"{said} (by name: {', '.join(named[:4])})",)
     if unknown and "did you mean" not in said:
         hint = suggestion(unknown[0], parameters)
         if unknown[0] == "config" and function.__qualname__.endswith("Cache.__init__"):  # as in transformers

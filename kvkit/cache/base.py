@@ -47,6 +47,10 @@ def one_call_at_a_time(method: Method) -> Method:
 
 # {an attribute of other libraries' caches, or of kvkit's before: the one that an error names}
 OTHER_ATTRIBUTES = {
+    "clear": "reset()", "copy": "copy.deepcopy(cache)", "evict": "compress(scorer, keep=0.5)",
+    "keys": "layers[i].keys", "length": "get_seq_length()", "seq_length": "get_seq_length()",
+    "shape": "layers[i].keys.shape", "trim": "crop(length)", "truncate": "crop(length)",
+    "values": "layers[i].values",
     "early_initialization": "reserve(query_length)", "get_conv_state": "layers[i].states",
     "get_query_offset": "get_seq_length(layer_idx)", "get_recurrent_state": "layers[i].states",
     "get_usable_length": "get_seq_length()", "has_previous_state": "get_seq_length() > 0",
@@ -493,6 +497,11 @@ class BaseCache(MovableTokens):
 
     def __len__(self) -> int:
         return len(self.layers)
+
+    def __getitem__(self, layer_idx: SupportsIndex) -> tuple[States | None, States | None]:
+        """Return the keys and values of a layer."""
+        layer = self._layer(layer_idx)
+        return layer.keys, layer.values
 
     def __iter__(self) -> Iterator[tuple[States | None, States | None]]:
         """Yield the keys and values of each layer."""

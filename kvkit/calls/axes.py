@@ -57,6 +57,9 @@ def hint(
     axes, name = axes_of(function, values), text.partition(":")[0].partition("[")[0]
     if name in IN_PYTHON:
         return ""
+    if wanted := re.fullmatch(rf"{re.escape(name)}: expected (\d) axes, got shape [(][0-9, ]*[)]", text):
+        orders = documented_axes(function, name, int(wanted[1]))
+        return f"; it is {' or '.join(orders)}" if orders else ""
     if name not in axes:
         axes = {each: names for each, names in axes.items() if names[0] not in STORED}
     for names, i, j in exchanges(axes, name):
@@ -64,6 +67,21 @@ def hint(
         if any(turned[each].shape != values[each].shape for each in names) and passes({**values, **turned}):
             return exchanged(axes[names[0]], i, j, " and ".join(names))
     return ""
+
+
+def documented_axes(function: Callable[..., Any], name: str, count: int) -> list[str]:
+    """Return the orders of so many axes that an operator's docstring tells of an argument."""
+    operator = OPERATORS.get(operator_of(function))
+    shapes = (
+        [shape for each in operator.inputs if each.name == name for shape in each.shapes] if operator else []
+    )
+    orders = [shape.partition(")")[0].rpartition("(")[2] for shape in shapes]
+    return [f"[{order}]" for order in orders if len(order.split(", ")) == count]
+
+
+def operator_of(function: Callable[..., Any]) -> str:
+    """Return the path of an operator, which may be that of a plan's method."""
+    return re.sub(r"\w*Plan\.", "", operator_path(function))
 
 
 def exchanges(axes: Axes, named: str) -> Iterator[tuple[list[str], int, int]]:
@@ -79,7 +97,7 @@ def exchanges(axes: Axes, named: str) -> Iterator[tuple[list[str], int, int]]:
 
 def axes_of(function: Callable[..., Any], values: Mapping[str, Any]) -> Axes:
     """Return the names of axes of the arrays given, those with two or more that the docstring tells."""
-    operator = OPERATORS.get(re.sub(r"\w*Plan\.", "", operator_path(function)))
+    operator = OPERATORS.get(operator_of(function))
     layout = str(values.get("layout")).split()
     chosen = {value for value in values.values() if isinstance(value, str)}
     chosen.add(brief(values.get("cache_layout")))

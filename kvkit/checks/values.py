@@ -97,13 +97,16 @@ def flag(name: str, value: Any) -> bool:
 def check_array(name: str, array: object) -> None:
     """Check that an argument is a numpy array, and not a masked one."""
     if not isinstance(array, np.ndarray):
-        raise argument_error(name, "a numpy array", describe(array))
+        remedy = ": tensor.numpy() shares its memory" if hasattr(array, "numpy") else ""
+        raise argument_error(name, "a numpy array", describe(array) + remedy)
     if isinstance(array, np.ma.MaskedArray):
         refuse_masked(name, array)
 
 
-def checked_format(name: str, array: Array, legal: Collection[Element], ndim: int) -> Element:
-    """Return the format of an array, which must be one of `legal` and have `ndim` axes."""
+def checked_format(
+    name: str, array: Array, legal: Collection[Element], ndim: int, axes: Sequence[str] = ()
+) -> Element:
+    """Return the format of an array, which must be one of `legal` and have `ndim` axes, named in errors."""
     if type(array) is not np.ndarray:
         check_array(name, array)
     fmt = FORMATS.get(array.dtype)
@@ -113,7 +116,8 @@ def checked_format(name: str, array: Array, legal: Collection[Element], ndim: in
         wanted = f"dtype {' or '.join(f.name for f in legal)}"
         raise argument_error(name, wanted, dtype_hint(array.dtype) + remedy)
     if array.ndim != ndim:
-        raise argument_error(name, f"{ndim} axes", f"shape {array.shape}")
+        order = f", [{', '.join(axes)}]" if axes else ""
+        raise argument_error(name, f"{ndim} axes{order}", f"shape {array.shape}")
     return fmt
 
 

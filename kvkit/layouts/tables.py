@@ -121,12 +121,12 @@ def from_entries(name: str, entries: Index, lengths: Index, page_size: int, unit
     )
 
 
-def from_blocks(block_table: ArrayLike, lengths: ArrayLike, page_size: int) -> BlockTable:
+def from_blocks(block_tables: ArrayLike, lengths: ArrayLike, page_size: int) -> BlockTable:
     """Convert a block table and lengths, as vLLM, flash-attn, Ascend's operators and TPUs use them.
 
     Parameters
     ----------
-    block_table : ndarray of int, shape [sequences, any]
+    block_tables : ndarray of int, shape [sequences, any]
         Numbers of blocks. Entries after a sequence's last block are ignored (-1, 0, stale numbers).
     lengths : ndarray of int, shape [sequences]
         Tokens of each sequence.
@@ -140,9 +140,9 @@ def from_blocks(block_table: ArrayLike, lengths: ArrayLike, page_size: int) -> B
     [63, 16]
     """
     page_size = positive_size("page_size", page_size)
-    numbers, lengths = index_array("block_table", block_table, 2), index_array("lengths", lengths, low=0)
-    check_batch("block_table", numbers, len(lengths))
-    return from_entries("block_table", numbers, lengths, page_size, page_size)
+    numbers, lengths = index_array("block_tables", block_tables, 2), index_array("lengths", lengths, low=0)
+    check_batch("block_tables", numbers, len(lengths))
+    return from_entries("block_tables", numbers, lengths, page_size, page_size)
 
 
 def to_blocks(pages: BlockTable, padding: int = -1) -> tuple[Index, Index]:

@@ -8,6 +8,7 @@ from typing import Any
 from kvkit.errors import argument_error, describe
 from kvkit.models.description import LayerShape, ModelShape, RopeWords
 from kvkit.models.kinds import layer_count, layer_kinds, own_index_keys, shared_sources
+from kvkit.models.known import known_model
 from kvkit.models.rotations import latent_scale, layer_rotations
 from kvkit.models.sizes import KEY_HEADS, STATE_WORDS, layer_shape
 from kvkit.models.words import Words, shown, text_words
@@ -20,6 +21,8 @@ def entries_of(config: Any) -> Mapping[str, Any]:
     """Return the entries of a configuration: a mapping, one of transformers, or any object's attributes."""
     if isinstance(config, Mapping):
         return config
+    if isinstance(config, str) and (known := known_model(config)) is not None:
+        return known
     if hasattr(config, "get_text_config"):
         config = config.get_text_config(decoder=True)
     if hasattr(config, "to_dict"):

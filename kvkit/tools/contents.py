@@ -27,7 +27,8 @@ def contents_of(source: Any) -> Contents:
         return llama.join_streams(files.read(source))
     if not isinstance(source, Mapping):
         if not hasattr(source, "layers"):
-            raise argument_error("source", "a path, a dict of arrays or a cache", describe(source))
+            hint = ": give {'key': keys, 'value': values}" if isinstance(source, np.ndarray) else ""
+            raise argument_error("source", "a path, a dict of arrays or a cache", describe(source) + hint)
         return Contents(arrays_of_object(source), {}, kind=type(source).__name__)
     given: dict[str, Any] = {}
     for name, value in source.items():

@@ -36,7 +36,10 @@ def tokens_in(name: str, text: str) -> int:
 def parse_bytes(name: str, value: int | str) -> int:
     """Return a number of bytes: a number, or a text with its unit, such as "24GiB"."""
     if not isinstance(value, str):
-        return integer(name, value, 1)
+        if integer(name, value, 1) < 1024:
+            wanted = f"bytes, or a text with their unit (did you mean {value}GiB?)"
+            raise argument_error(name, wanted, describe(value))
+        return int(value)
     match = QUANTITY.fullmatch(value.strip())
     if match is None or match[2].lower() not in BYTE_UNITS:
         alone = match is not None and not match[2]

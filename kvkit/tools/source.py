@@ -298,7 +298,11 @@ class CacheSource(CacheArrays):
         ]  # fmt: skip
         shapes = [[each.shape[:-1] for each in view] for view in views]
         if shapes[0] != shapes[-1] or not shapes[0]:
-            raise argument_error(names[1], f"layers {brief(shapes[0])}, as {names[0]}", brief(shapes[-1]))
+            same = sorted(map(sorted, shapes[0])) == sorted(map(sorted, shapes[-1]))
+            hint = f"; tokens and heads of {names[1]} look exchanged (swapaxes)" if same else ""
+            raise argument_error(
+                names[1], f"layers {brief(shapes[0])}, as {names[0]}", f"{brief(shapes[-1])}{hint}"
+            )
         for axis, size in zip("bnh", shapes[0][0], strict=True):
             if sizes.get(axis, size) != size:
                 raise argument_error(names[0], f"a size {axis} of {sizes[axis]}", size)

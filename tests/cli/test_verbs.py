@@ -138,7 +138,7 @@ REFUSED = [  # the command; texts of its message; the code, if it is not 2
     (f"{KV} in.npz -o o.txt", "-o o.txt: results are written as .npz, not as .txt: give -o o.npz"),
     ("run key_value_cach in.npz -o out.npz", "(did you mean key_value_cache"),
     ("fine.npz", "no verb 'fine.npz', but a file: kvkit inspect fine.npz (see"),
-    ("cache clean", "no verb 'cache'"),
+    ("cache clean", "no verb 'cache': it is kvkit clean"),
     ("describe FlashAttention", "OP: expected merge_attention_states (the online softmax of"),
     (
         "describe reshape_and_cache",

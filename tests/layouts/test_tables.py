@@ -109,15 +109,15 @@ def test_parts_of_a_batch(given_, random):
 PAGES = tables.from_blocks([[3, 1], [2, 0]], [5, 3], 3)
 REFUSED = {
     "page_size: expected a positive integer, got int 0": lambda: tables.from_blocks([[1]], [1], 0),
-    "block_table: expected 2 entries for the 4 tokens of sequence 0, got 1":
+    "block_tables: expected 2 entries for the 4 tokens of sequence 0, got 1":
         lambda: tables.from_blocks([[1]], [4], 3),
-    r"block_table\[1, 1\]: expected at least 0, as sequence 1 has 4 tokens, got -1":
+    r"block_tables\[1, 1\]: expected at least 0, as sequence 1 has 4 tokens, got -1":
         lambda: tables.from_blocks([[1, -1], [2, -1]], [3, 4], 3),
-    r"block_table\[0, 0\]: expected at least 0, .*": lambda: tables.from_blocks([[2**62]], [1], 16),
-    "block_table: expected 2 entries, one a sequence, got 1": lambda: tables.from_blocks([[1]], [1, 1], 3),
-    "block_table: expected integers of 2 axes, got an array of float64":
+    r"block_tables\[0, 0\]: expected at least 0, .*": lambda: tables.from_blocks([[2**62]], [1], 16),
+    "block_tables: expected 2 entries, one a sequence, got 1": lambda: tables.from_blocks([[1]], [1, 1], 3),
+    "block_tables: expected integers of 2 axes, got an array of float64":
         lambda: tables.from_blocks([[1.5]], [1], 3),
-    "block_table: expected integers of 2 axes, got rows":
+    "block_tables: expected integers of 2 axes, got rows":
         lambda: tables.from_blocks([[1, 2], [3]], [1, 1], 3),
     r"lengths\[1\]: expected at least 0, got -2": lambda: tables.from_blocks([[1], [1]], [1, -2], 3),
     "indptr: expected to begin with 0, got 1": lambda: tables.from_csr([1, 2], [0, 0], [1], 3),

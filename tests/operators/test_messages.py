@@ -116,9 +116,9 @@ MISTAKES = {
         "key_scale: expected a number, or a numpy array, got list [1.0, 2.0]",
     ),
     "compress_type by name": (
-        lambda: kvkit.ascend.reshape_and_cache(NEW, None, NEW, None, [0], compress_type="KVHEAD"),
+        lambda: kvkit.ascend.reshape_and_cache(NEW, None, NEW, None, [0], compress_type="kvhead"),
         "compress_type: expected ascend.CompressType.UNDEFINED or ascend.CompressType.KVHEAD or "
-        "ascend.CompressType.KVHEAD_ROPE or ascend.CompressType.OMNI, or its number, got str 'KVHEAD'",
+        "ascend.CompressType.KVHEAD_ROPE or ascend.CompressType.OMNI, or its number, got str 'kvhead'",
     ),
     "float64": (
         lambda: kvkit.key_value_cache(KEY.astype(float), KEY.astype(float), 0, CACHE),

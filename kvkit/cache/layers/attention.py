@@ -13,7 +13,7 @@ from kvkit.checks import attention, index_tensors, masks
 from kvkit.checks.arguments import Scoring
 from kvkit.checks.records import ENDLESS, NO_MASK, MaskPlace, Side, StepIndex
 from kvkit.checks.values import checked_format, flag, one_piece
-from kvkit.errors import argument_error, check_shape, describe, multiples
+from kvkit.errors import CACHE_AXES, argument_error, check_shape, describe, multiples
 from kvkit.formats import FLOATS, Element
 from kvkit.formats.elements import FLOAT32
 from kvkit.runtime.arrays import address
@@ -262,7 +262,7 @@ def checked_query(layer: Any, query: Array) -> tuple[Element, Array]:
     if layer.store is None:
         raise argument_error(layer.name, "stored tokens (call update before attend)", "none")
     batch, heads, dim, *_ = layer.store.geometry
-    fmt = checked_format("query", query, FLOATS, 4)
+    fmt = checked_format("query", query, FLOATS, 4, CACHE_AXES)
     check_shape("query", query, (batch, multiples(heads), None, dim))
     new = query.shape[2]
     if not can_attend(layer, new):

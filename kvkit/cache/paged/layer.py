@@ -21,7 +21,7 @@ from kvkit.calls.prepared import form_of
 from kvkit.checks import attention, masks
 from kvkit.checks.arguments import Scoring
 from kvkit.checks.values import checked_format, flag, integer, one_piece
-from kvkit.errors import argument_error, check_shape, multiples
+from kvkit.errors import CACHE_AXES, argument_error, check_shape, multiples
 from kvkit.formats import FLOATS
 from kvkit.runtime.locks import LayerLock
 from kvkit.typed import Array, Attended, States
@@ -215,7 +215,7 @@ class PagedLayer(BaseLayer):
         self, key_states: Array, value_states: Array, cache_position: ArrayLike | None = None
     ) -> tuple[States, States]:
         store, rows = self._store, self.rows
-        checked_format("key_states", key_states, FLOATS, 4)
+        checked_format("key_states", key_states, FLOATS, 4, CACHE_AXES)
         batch, tokens = len(rows.sequences) or key_states.shape[0], key_states.shape[2]
         dims = store.value_dim, store.rope_dim or store.dim
         check_geometry(key_states, value_states, Geometry(batch, store.heads, *dims, store.format))
@@ -297,7 +297,7 @@ class PagedLayer(BaseLayer):
     def _check_query(self, query: Array, is_causal: bool) -> tuple[int, int, int]:
         """Check queries; return (B, Hq, q)."""
         store, (batch, _, length, _) = self._store, self._shape
-        checked_format("query", query, (store.format,), 4)
+        checked_format("query", query, (store.format,), 4, CACHE_AXES)
         _, heads, tokens, _ = query.shape
         check_shape("query", query, (batch, multiples(store.heads), None, store.dim))
         if is_causal and tokens > length:

@@ -11,7 +11,7 @@ from kvkit import cpu
 from kvkit.cache.stores.allocation import Allocate, in_memory
 from kvkit.checks import attention
 from kvkit.checks.values import checked_format
-from kvkit.errors import argument_error, in_other_order
+from kvkit.errors import CACHE_AXES, argument_error, in_other_order
 from kvkit.formats import FLOATS, Element
 from kvkit.typed import Array, States
 
@@ -57,8 +57,8 @@ def check_geometry(
     """Check new keys and values; return their geometry, which must be `frozen` unless that is None."""
     if frozen is not None and frozen.fits(key_states, value_states):
         return frozen
-    fmt = checked_format("key_states", key_states, FLOATS, 4)
-    if checked_format("value_states", value_states, FLOATS, 4) is not fmt:
+    fmt = checked_format("key_states", key_states, FLOATS, 4, CACHE_AXES)
+    if checked_format("value_states", value_states, FLOATS, 4, CACHE_AXES) is not fmt:
         raise argument_error("value_states", f"the dtype of key_states, {fmt}", value_states.dtype)
     batch, heads, new, dim = key_states.shape
     wanted = f"[batch, heads, tokens, dim] = {frozen}, as the cache has keys"
