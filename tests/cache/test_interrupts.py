@@ -174,14 +174,20 @@ def in_package(frame):
 
 
 @functools.cache
+def unchanged(kind):
+    """Return the outcome of a cache that no call has changed."""
+    return outcome(filled(kind, False))
+
+
+@functools.cache
 def legal(kind, call):
     """Return the outcomes before and after a call; None where it is refused."""
-    before, after = filled(kind, False), filled(kind, False)
+    after = filled(kind, False)
     try:
         CALLS[call](after)
     except (KvkitError, RuntimeError, TypeError, AttributeError, ValueError):
         return None
-    return outcome(before), outcome(after)
+    return unchanged(kind), outcome(after)
 
 
 def check_lines(kind, call, files, error, first, stride):

@@ -1,5 +1,7 @@
 """Make caches of every kind, append tokens to them, and attend."""
 
+import functools
+
 import numpy as np
 
 from kvkit.cache import (
@@ -27,8 +29,13 @@ BY_CHANNEL = "uint4:g4:channel/uint4:g8"
 TURNED = "e4m3:g8+hadamard"
 
 
-def tokens(count, seed=0, heads=HEADS, dim=DIM, batch=2):
+@functools.cache
+def numbers(count, seed, heads, dim, batch):
     return np.random.default_rng(seed).standard_normal((batch, heads, count, dim)).astype(np.float32)
+
+
+def tokens(count, seed=0, heads=HEADS, dim=DIM, batch=2):
+    return numbers(count, seed, heads, dim, batch).copy()
 
 
 def ragged():
