@@ -109,8 +109,23 @@ def bind(
     for array in op.inputs:
         inputs[array.name] = arrays.get(array.name)
         if array.name in values:
-            inputs[array.name] = scalar_input(array, values[array.name])
-    attributes = {each.name: attribute_value(each, path, arrays, values) for each in op.attributes}
+            value, info = values[array.name], np.iinfo(array.dtypes[0])
+            if value is None and array.optional:
+                inputs[array.name] = None
+                continue
+            if type(value) is not int or not info.min <= value <= info.max:
+                wanted = f"an integer of {array.dtypes[0]}"
+                raise KvkitError(f"--set {array.name}={brief(repr(value))}: expected {wanted}")
+            inputs[array.name] = np.array(value, array.dtypes[0])
+    attributes = {}
+    for attribute in op.attributes:
+        name = attribute.name
+        if name in values:
+            attributes[name] = convert_value(attribute, values[name], "--set")
+        elif name in arrays:
+            attributes[name] = convert_value(attribute, arrays[name].tolist(), f"{path}:")
+        else:
+            attributes[name] = attribute.default
     return inputs, attributes
 
 
@@ -136,17 +151,13 @@ def parse_settings(op: Operator, settings: Sequence[str]) -> dict[str, Any]:
         if name in values:
             raise KvkitError(f"--set {setting}: {name} is set twice")
         try:
-            values[name] = parse_value(text.strip(), *legal[name])
+            kind, names = legal[name]
+            values[name] = text.strip()  # texts and names need no quotes, true and false no capitals
+            if values[name] not in names and (kind is not str or values[name][:1] in ("'", '"')):
+                values[name] = ast.literal_eval(values[name].capitalize() if kind is bool else values[name])
         except (ValueError, SyntaxError):
             raise KvkitError(f"--set {setting}: expected {name}={setting_form(*legal[name])}") from None
     return values
-
-
-def parse_value(text: str, kind: type, names: Sequence[str]) -> Any:
-    """Parse a value of a type. Texts and names need no quotes; true and false need no capitals."""
-    if text in names or (kind is str and text[:1] not in ("'", '"')):
-        return text
-    return ast.literal_eval(text.capitalize() if kind is bool else text)
 
 
 def check_names(
@@ -168,28 +179,6 @@ def check_names(
         settings = " ".join(f"--set {name}={setting_form(*legal[name])}" for name in missing if name in legal)
         ways = "add arrays of these names" + (f" or give {settings}" if settings else "")
         raise KvkitError(f"{path or 'no IN.npz'}: missing {', '.join(missing)}: {ways}; {known}")
-
-
-def scalar_input(array: Input, value: Any) -> np.ndarray | None:
-    """Return an input of shape () from a value of --set."""
-    if value is None and array.optional:
-        return None
-    info = np.iinfo(array.dtypes[0])
-    if type(value) is not int or not info.min <= value <= info.max:
-        raise KvkitError(f"--set {array.name}={brief(repr(value))}: expected an integer of {array.dtypes[0]}")
-    return np.array(value, array.dtypes[0])
-
-
-def attribute_value(
-    attribute: Attribute, path: Path | None, arrays: dict[str, np.ndarray], values: dict[str, Any]
-) -> Any:
-    """Return an attribute from --set, from the file, or its default."""
-    name = attribute.name
-    if name in values:
-        return convert_value(attribute, values[name], "--set")
-    if name not in arrays:
-        return attribute.default
-    return convert_value(attribute, arrays[name].tolist(), f"{path}:")
 
 
 def convert_value(attribute: Attribute, value: Any, origin: str) -> Any:

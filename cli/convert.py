@@ -101,7 +101,12 @@ def convert(
     """
     if axis is not None and (dask is not None or len(set(sources)) < len(sources)):
         raise KvkitError("--axis: expected IN that differ, and no --dask, as they make one OUT")
-    options["page_size"] = page_size_of(page_size)
+    options["page_size"] = page_size
+    if page_size not in (None, "longest"):
+        options["page_size"] = tokens_in("--page-size", page_size)
+        if options["page_size"] >= 2**31:
+            wanted = f"less than {2**31} tokens, or longest"
+            raise KvkitError(f"--page-size {page_size}: expected {wanted}")
     if ranks is not None:
         if axis is not None or dask is not None or len(sources) > 1:
             raise KvkitError("--ranks: expected one IN, and neither --axis nor --dask")
@@ -199,16 +204,6 @@ def cut_file(path, target, ranks, patterns, model, options):
     return {
         str(each): tools.convert(part, each, **options) for each, part in zip(targets, parts, strict=True)
     }
-
-
-def page_size_of(text):
-    """Parse --page-size: a number, "longest", or None."""
-    if text is None or text == "longest":
-        return text
-    found = tokens_in("--page-size", text)
-    if found >= 2**31:
-        raise KvkitError(f"--page-size {text}: expected less than {2**31} tokens, or longest")
-    return found
 
 
 def in_steps(advance):

@@ -34,7 +34,12 @@ def describe(operator: str, for_programs: bool) -> None:
     """
     op = find_operator(operator)
     if for_programs:
-        show.as_json(op.to_dict() | {"attributes": list(map(attribute_dict, op.attributes))})
+        attributes: list[dict[str, Any]] = []
+        for each in op.attributes:  # a required one has no default
+            facts = {"type": each.kind.__name__, "about": each.about, "modes": dict(each.modes)}
+            default = {} if each.default is REQUIRED else {"default": each.default}
+            attributes.append({"name": each.name} | facts | default)
+        show.as_json(op.to_dict() | {"attributes": attributes})
         return
     show.out(f"{op.name}: {op.summary}\nSpecification: {op.source}\n")
     for table in (input_table(op), attribute_table(op), output_table(op)):
@@ -44,13 +49,6 @@ def describe(operator: str, for_programs: bool) -> None:
         show.out("Outputs: the in-out arrays.\n")
     show.out(note(op))
     click.echo(example(op))
-
-
-def attribute_dict(attribute: Attribute) -> dict[str, Any]:
-    """Return an attribute as a dict; a required attribute has no default."""
-    facts = {"type": attribute.kind.__name__, "about": attribute.about, "modes": dict(attribute.modes)}
-    entry = {"name": attribute.name} | facts
-    return entry if attribute.default is REQUIRED else entry | {"default": attribute.default}
 
 
 def input_table(op: Operator) -> Table:

@@ -15,13 +15,9 @@ def owners() -> str:
     spec = importlib.util.find_spec("kvkit")
     folder = Path(spec.origin).parent if spec is not None and spec.origin is not None else "nowhere"
     names = sorted({name for name in packages_distributions().get("kvkit", []) if name != OURS})
-    text = f"{OURS} {own_version()} in {folder}"
-    return f"{text}, whose files {', '.join(names)} owns too: {REPAIR}" if names else text
-
-
-def own_version() -> str:
-    """Return the installed version of kvkit's distribution."""
     try:
-        return version(OURS)
+        own = version(OURS)
     except PackageNotFoundError:
-        return "(not installed)"
+        own = "(not installed)"
+    text = f"{OURS} {own} in {folder}"
+    return f"{text}, whose files {', '.join(names)} owns too: {REPAIR}" if names else text

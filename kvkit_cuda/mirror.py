@@ -136,11 +136,10 @@ def docstring(path, function, notes, more):
     rest = rest.replace("\nReturns\n", "".join([*more, STREAM, "\nReturns\n"]))
     rest = rest.replace("Raises\n------\n", "Raises\n------\n" + NO_DEVICE)
     about = [textwrap.fill(" ".join([*about, *notes]), 105)]
-    return "\n\n".join([summary, *about, with_own_names(rest)]).rstrip()
-
-
-def with_own_names(text):
-    """Return a text with `kvkit_cuda` in place of `kvkit`, except before names that only `kvkit` has."""
-    both = {path.partition(".")[0] for path in OPERATORS} | {"paged_plan"}
-    name = re.compile(r"\bkvkit\b(?=\.(\w+)|)")
-    return name.sub(lambda found: "kvkit_cuda" if found[1] is None or found[1] in both else "kvkit", text)
+    both = {path.partition(".")[0] for path in OPERATORS} | {"paged_plan"}  # names that only kvkit has stay
+    rest = re.sub(
+        r"\bkvkit\b(?=\.(\w+)|)",
+        lambda found: "kvkit_cuda" if found[1] is None or found[1] in both else "kvkit",
+        rest,
+    )
+    return "\n\n".join([summary, *about, rest]).rstrip()

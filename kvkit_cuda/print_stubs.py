@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 MODULES = "kvkit_cuda", "kvkit_cuda.ascend", "kvkit_cuda.dynamic_batching"
-HEAD = '"""Printed by `python -m kvkit_cuda.print_stubs`."""\n# fmt: off\n'
+HEADING = '"""Printed by `python -m kvkit_cuda.print_stubs`."""\n# fmt: off\n'
 WIDTH = 106  # columns of a line, without the indentation of a class
 ARRAY = "Array: TypeAlias = Any  # a numpy array, or a device array of any library\n"
 LIKE = set(typing.get_args(ArrayLike))
@@ -38,7 +38,7 @@ class Stub:
         imports = ["", ""]  # from Python and other packages, from kvkit and kvkit_cuda
         for name in sorted(lines):
             imports[name.startswith("kvkit")] += lines[name]
-        parts = HEAD, *filter(None, imports), f"__all__ = [\n{public}]\n{ARRAY}", self.names
+        parts = HEADING, *filter(None, imports), f"__all__ = [\n{public}]\n{ARRAY}", self.names
         return "\n".join(parts).rstrip() + "\n"
 
     def name(self, name, value):
@@ -81,8 +81,13 @@ class Stub:
         kind = f": {self.type(parameter.annotation)}" if known else ""
         if default is parameter.empty:
             return kind
+        try:
+            ast.literal_eval(repr(default))
+            value = repr(default).replace("'", '"')
+        except (SyntaxError, ValueError):  # no literal
+            value = "..."
         space = " " if known else ""
-        return f"{kind}{space}={space}{literal(default)}"
+        return f"{kind}{space}={space}{value}"
 
     def type(self, kind):
         """Return the source text of a type; numpy's array types become `Array`."""
@@ -110,15 +115,6 @@ class Stub:
             yield "Array"
             kinds = [kind for kind in kinds if kind not in LIKE]
         yield from map(self.type, kinds)
-
-
-def literal(value):
-    """Return a default as source text, or "..." if it is not a literal."""
-    try:
-        ast.literal_eval(repr(value))
-    except (SyntaxError, ValueError):
-        return "..."
-    return repr(value).replace("'", '"')
 
 
 def stubs():

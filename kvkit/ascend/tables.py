@@ -68,8 +68,15 @@ class Slots:
 
     def next_slots(self, step: int = 0) -> Array:
         """Return the slot for each entry's next token, or for the token `step` tokens after it."""
-        step = integer("step", step, 0, MOST)
-        return slots_at(self.block_tables, self.context_lens + np.int64(step), self.block_size)
+        positions = self.context_lens + np.int64(integer("step", step, 0, MOST))
+        padded = np.pad(self.block_tables, ((0, 0), (0, 1)), constant_values=-1)
+        column = np.minimum(positions // self.block_size, self.block_tables.shape[1])
+        block = padded[np.arange(len(positions)), column].astype(np.int64)
+        if len(block) and block.min() < 0:
+            i = int(block.argmin())
+            wanted = f"a position in the blocks of entry {i} (see headroom)"
+            raise argument_error("step", wanted, f"position {positions[i]}")
+        return as_indices(block * self.block_size + positions % self.block_size)
 
 
 @hints_keywords
@@ -247,18 +254,6 @@ def razor_windows(
     middle = lengths - sinks - np.maximum(recent, lengths // fraction)
     has_mean = (middle > 1) & ~np.tile(is_retrieval, len(lengths) // heads)
     return as_indices(np.where(has_mean, middle, 0)), as_indices(np.where(has_mean, sinks, -1))
-
-
-def slots_at(block_tables: Array, positions: Array, block_size: int) -> Array:
-    """Return the slot of one position of each entry."""
-    padded = np.pad(block_tables, ((0, 0), (0, 1)), constant_values=-1)
-    column = np.minimum(positions // block_size, block_tables.shape[1])
-    block = padded[np.arange(len(positions)), column].astype(np.int64)
-    if len(block) and block.min() < 0:
-        i = int(block.argmin())
-        wanted = f"a position in the blocks of entry {i} (see headroom)"
-        raise argument_error("step", wanted, f"position {positions[i]}")
-    return as_indices(block * block_size + positions % block_size)
 
 
 def checked_lengths(seq_lens: ArrayLike) -> Array:

@@ -11,7 +11,7 @@ from kvkit.cache.caches import Cache
 from kvkit.cache.layers.chunked import ChunkedLayer, StaticChunkedLayer
 from kvkit.cache.layers.dynamic import DynamicLayer, StaticLayer
 from kvkit.cache.layers.layer import Layer
-from kvkit.cache.layers.quantized import QuantizedLayer, Side
+from kvkit.cache.layers.quantized import QuantizedLayer, SideSpec
 from kvkit.cache.layers.sliding import SlidingWindowLayer, StaticSlidingWindowLayer
 from kvkit.cache.layers.state import StateLayer
 from kvkit.checks.values import integer
@@ -193,8 +193,8 @@ class QuantizedCache(Cache):
         self,
         format: str = "kivi4",
         *,
-        key: Side = None,
-        value: Side = None,
+        key: SideSpec = None,
+        value: SideSpec = None,
         num_layers: int | None = None,
         residual_length: int = 128,
         sink: int = 4,
@@ -239,8 +239,8 @@ class QuantizedCache(Cache):
 
 
 def sides_of_layers(
-    mix: Mix, key: Side, value: Side, quantized: list[bool] | None
-) -> list[tuple[Side, Side]]:
+    mix: Mix, key: SideSpec, value: SideSpec, quantized: list[bool] | None
+) -> list[tuple[SideSpec, SideSpec]]:
     """Return the (formats of keys, formats of values) that a mix gives to layers, all of which it needs.
 
     `quantized` says for each layer whether it stores codes; None if the number of layers is not known.
@@ -249,10 +249,10 @@ def sides_of_layers(
         text = next(each for each in (key, value, mix.text) if isinstance(each, str) and "@" in each)
         raise argument_error("num_layers", f"the number of layers, for the mix {brief(text)}", "None")
     of_both = mix.of_layers(len(quantized)) if key is None or value is None else []
-    sides: list[list[Side]] = []
+    sides: list[list[SideSpec]] = []
     for i, side in enumerate((key, value)):
         if isinstance(side, str):
-            formats: list[Side] = [pair[i] for pair in mix_named(side).of_layers(len(quantized))]
+            formats: list[SideSpec] = [pair[i] for pair in mix_named(side).of_layers(len(quantized))]
         else:
             formats = [pair[i] for pair in of_both] if side is None else [side] * len(quantized)
         used = [format for format, coded in zip(formats, quantized, strict=True) if coded]

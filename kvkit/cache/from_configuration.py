@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, SupportsIndex
 
 from kvkit.cache.caches import Cache
@@ -69,7 +70,13 @@ def from_config(
     taken_back = check_drafts(drafts, pooled)
     layers = compressed_layers(shapes, entries, taken_back) if pooled else []
     layers = layers or [layer_of(shape, i, shapes) for i, shape in enumerate(shapes)]
-    ropes = ropes_of(entries, layers) if rope is None else rope
+    ropes: Any = rope
+    if rope is None:
+        with suppress(KvkitError):  # where the configuration does not show how keys are rotated
+            ropes = [
+                NO_ROTATION if isinstance(layer, (SharedLayer, StateLayer)) else own
+                for layer, own in zip(layers, Rope.from_config(entries), strict=True)
+            ]
     beside = [StateLayer() for shape in shapes if shape.kind == "both"]
     if isinstance(ropes, list):
         ropes += [NO_ROTATION] * len(beside)
@@ -117,13 +124,3 @@ def compressed_layers(shapes: tuple[LayerShape, ...], entries: Any, drafts: int)
         )
         for shape, rope in zip(shapes, ropes, strict=True)
     ]  # fmt: skip
-
-
-def ropes_of(entries: Any, layers: list[Layer]) -> list[Any] | None:
-    """Return how the keys of each layer are rotated; None where the configuration does not show it."""
-    try:
-        ropes = Rope.from_config(entries)
-    except KvkitError:
-        return None
-    own = [isinstance(layer, (SharedLayer, StateLayer)) for layer in layers]
-    return [NO_ROTATION if no_keys else rope for no_keys, rope in zip(own, ropes, strict=True)]

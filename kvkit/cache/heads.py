@@ -49,7 +49,17 @@ def compress_by_head(layers: Sequence[Any], request: Compression) -> tuple[list[
     mask = checked_mask(request.attn_mask, [layers[i] for i in chosen])
     request = replace(request, attn_mask=mask)
     real = {i: heads_tokens(layers[i], mask) for i in chosen}
-    of_rows = means_of_rows(real, len(layers), request)
+    if mask is None:
+        of_rows = [mean_counts({i: own.sum(-1) for i, own in real.items()}, len(layers), request)]
+    else:  # each row of the batch, as beside padding
+        of_rows = [
+            mean_counts(
+                {i: own[b : b + 1].sum(-1) for i, own in real.items()},
+                len(layers),
+                request_of_row(request, b),
+            )
+            for b in range(len(mask))
+        ]
     score_function(layers, request)  # raises if an input is missing
     first, last = integer("first", request.first, 0), integer("last", request.last, 0)
     scored = {}
@@ -60,13 +70,11 @@ def compress_by_head(layers: Sequence[Any], request: Compression) -> tuple[list[
     changed = {i: ragged_layer(layers[i], rows, request.rope[i]) for i, rows in staying.items()}
     new = [changed.get(i, layer) for i, layer in enumerate(layers)]
     before, after = (sum(layer.nbytes for layer in some) for some in (layers, new))
-    tokens_before, tokens_after = ([count_tokens(layer) for layer in some] for some in (layers, new))
+    tokens_before, tokens_after = (  # of a layer, or of each head of a ragged one, [B][Hkv]
+        [each.lengths.tolist() if isinstance(each, RaggedLayer) else each.stored_tokens for each in some]
+        for some in (layers, new)
+    )
     return new, CompressionReport(tokens_before, tokens_after, before, after, skipped)
-
-
-def count_tokens(layer: Any) -> Any:
-    """Return how many tokens a layer stores; for a ragged layer a number for each head, [B][Hkv]."""
-    return layer.lengths.tolist() if isinstance(layer, RaggedLayer) else layer.stored_tokens
 
 
 def heads_tokens(layer: Any, mask: Array | None) -> Array:
@@ -131,18 +139,6 @@ def scores_of_heads(layers: Sequence[Any], number: int, counts: Sequence[int], r
 
     scores = score_rows(single_rows(real), (len(real), 1, real.shape[1]), score, spares=mask is not None)
     return scores.reshape(-1, heads, real.shape[1])
-
-
-def means_of_rows(real: dict[int, Array], num_layers: int, request: Compression) -> list[dict[int, int]]:
-    """Return `mean_counts` for each row of the batch, as beside padding; without a mask for all together."""
-    if request.attn_mask is None:
-        return [mean_counts({i: own.sum(-1) for i, own in real.items()}, num_layers, request)]
-    return [
-        mean_counts(
-            {i: own[b : b + 1].sum(-1) for i, own in real.items()}, num_layers, request_of_row(request, b)
-        )
-        for b in range(len(request.attn_mask))
-    ]
 
 
 def rows_of_batch(

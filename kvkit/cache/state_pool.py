@@ -165,11 +165,6 @@ class StatePool:
         self._copy(source, slot)
         return length
 
-    def drop_checkpoints(self) -> None:
-        """Give back the slots of all checkpoints."""
-        self._free += [slot for _, slot in self._checkpoints.values()]
-        self._checkpoints = {}
-
     def _known(self, seq: Hashable) -> Hashable:
         """Return a sequence; raise if the pool does not have it."""
         if seq not in self._slots:

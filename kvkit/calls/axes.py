@@ -7,7 +7,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -16,15 +16,15 @@ from kvkit.interop import holds_foreign
 from kvkit.operators import OPERATORS
 from kvkit.operators.operator import IN_PYTHON
 from kvkit.runtime.call_log import operator_path
+from kvkit.typed import Method
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 DEFAULT = ["b", "n", "h", "c"]  # the layout whose axes docstrings name
 # First axes of what holds many sequences. Whether a page or a slot is there tells nothing of their order.
-STORED = "num_blocks", "blocks", "N or slots", "MaxB", "MaxT", "L"
+FIRST_AXES = "num_blocks", "blocks", "N or slots", "MaxB", "MaxT", "L"
 Axes = dict[str, list[str]]  # the names of arrays' axes, by argument
 
 
-def explained(function: Function, passes: Callable[[Any, Mapping[str, Any]], bool]) -> Function:
+def explained(function: Method, passes: Callable[[Any, Mapping[str, Any]], bool]) -> Method:
     """Decorate an operator's `def`, or a plan's method, so that its errors name the order of axes.
 
     `passes(on, arguments)` says whether the checks accept other arguments of a target or a plan; nothing else
@@ -44,7 +44,7 @@ def explained(function: Function, passes: Callable[[Any, Mapping[str, Any]], boo
                 error.args = (text + hint(function, values, text, functools.partial(passes, on)),)
             raise
 
-    return cast(Function, call)
+    return cast(Method, call)
 
 
 def hint(
@@ -61,9 +61,15 @@ def hint(
         orders = documented_axes(function, name, int(wanted[1]))
         return f"; it is {' or '.join(orders)}" if orders else ""
     if name not in axes:
-        axes = {each: names for each, names in axes.items() if names[0] not in STORED}
+        axes = {each: names for each, names in axes.items() if names[0] not in FIRST_AXES}
     for names, i, j in exchanges(axes, name):
-        turned = {each: with_exchanged(values[each], i, j) for each in names}
+        turned = {}  # arrays over the same memory: no element is read
+        for each in names:
+            array, sizes = values[each], [*values[each].shape]
+            sizes[i], sizes[j] = sizes[j], sizes[i]
+            # Contiguous memory lies as the checks want it. Indices are read by them.
+            whole = array.flags.c_contiguous and array.dtype not in (np.int32, np.int64)
+            turned[each] = array.reshape(sizes) if whole else array.swapaxes(i, j)
         if any(turned[each].shape != values[each].shape for each in names) and passes({**values, **turned}):
             return exchanged(axes[names[0]], i, j, " and ".join(names))
     return ""
@@ -87,7 +93,7 @@ def operator_of(function: Callable[..., Any]) -> str:
 def exchanges(axes: Axes, named: str) -> Iterator[tuple[list[str], int, int]]:
     """Yield arrays and two of their axes to exchange: the array named, any other, all of new tokens."""
     alone = [[each] for each in sorted(axes, key=lambda each: each != named)]
-    new = [each for each in axes if axes[each][0] not in STORED]
+    new = [each for each in axes if axes[each][0] not in FIRST_AXES]
     alike = [each for each in new if len(axes[each]) == len(axes[new[0]])]
     for names in [*alone, alike] if len(alike) > 1 else alone:
         pairs = itertools.combinations(range(len(axes[names[0]])), 2)
@@ -120,12 +126,3 @@ def axes_of(function: Callable[..., Any], values: Mapping[str, Any]) -> Axes:
             if len(names) == value.ndim and choice.strip(" :") in {"", *chosen}:
                 axes.setdefault(each.name, names)
     return axes
-
-
-def with_exchanged(array: np.ndarray, i: int, j: int) -> np.ndarray:
-    """Return an array over the same memory with the sizes of two axes exchanged; no element is read."""
-    sizes = [*array.shape]
-    sizes[i], sizes[j] = sizes[j], sizes[i]
-    # Contiguous memory lies as the checks want it. Indices are read by them.
-    whole = array.flags.c_contiguous and array.dtype not in (np.int32, np.int64)
-    return array.reshape(sizes) if whole else array.swapaxes(i, j)

@@ -16,7 +16,6 @@ from kvkit.calls.prepared import (
     form_of,
     is_pair,
     one_or_all,
-    tuple_members,
 )
 from kvkit.checks import index_tensors
 from kvkit.checks.arguments import PoolAttention, PoolTransfer
@@ -104,8 +103,9 @@ class PlannedPages:
         scoring, (scales, numbers, are_read) = call.scoring, scales_of(call)
         results: Any = tuple(out) if is_pair(out) else (out,)  # type: ignore[arg-type]
         pools, form = (call.key_cache, call.value_cache), None
-        if not (are_read or needs_checks(call)):
-            attributes = *scoring, *tuple_members(scoring.window), *numbers, call.layout, call.quant_format
+        plain = scoring.attn_mask is scoring.sinks is call.alibi_slopes is None
+        if plain and not are_read and call.return_key_weights is False and type(scoring.window) is tuple:
+            attributes = *scoring, *scoring.window, *numbers, call.layout, call.quant_format
             form = form_of(
                 (call.query, *pools, *scales, *results),
                 (*attributes, call.return_lse, *pool_placement(*pools)),
@@ -175,12 +175,6 @@ def attend_to_pages(call: PoolAttention, out: Array | Arrays | None) -> Attended
     results = pages.attend(call, out)
     latest.keep(form, (known, pages))  # `take` has removed it, so that no other thread used it meanwhile
     return results
-
-
-def needs_checks(call: PoolAttention) -> bool:
-    """Return whether a call is checked each time: it has a mask, sinks or slopes, or returns key weights."""
-    others = call.scoring.attn_mask, call.scoring.sinks, call.alibi_slopes
-    return any(each is not None for each in others) or call.return_key_weights is not False
 
 
 def scales_of(call: PoolAttention | PoolTransfer) -> tuple[ScalePair, ScalePair, bool]:

@@ -75,7 +75,7 @@ def form_of(arrays: Iterable[Any], attributes: Iterable[object]) -> Form | None:
 
     They cannot if an argument is not an array, or if an attribute may change its value and stay equal, as a
     tensor does. A form has the types of attributes too, because True == 1 == 1.0 but not all three are legal.
-    For the same reason callers also pass the members of tuples (`tuple_members`).
+    For the same reason callers also pass the members of tuples.
     """
     try:
         shapes = [
@@ -85,18 +85,11 @@ def form_of(arrays: Iterable[Any], attributes: Iterable[object]) -> Form | None:
     except AttributeError:
         return None
     types = [*map(type, attributes)]
-    constant = CONSTANT.issuperset(types) or all(kind in CONSTANT or is_frozen(kind) for kind in types)
+    constant = CONSTANT.issuperset(types) or all(
+        kind in CONSTANT or (is_dataclass(kind) and kind.__dataclass_params__.frozen)  # type: ignore[attr-defined]
+        for kind in types
+    )
     return (*shapes, *attributes, *types) if constant else None
-
-
-def is_frozen(kind: type) -> bool:
-    """Return whether a type is a dataclass whose values never change, such as `Rope`."""
-    return is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
-
-
-def tuple_members(attribute: object) -> tuple[object, ...]:
-    """Return the members of a tuple, or () for any other value."""
-    return attribute if isinstance(attribute, tuple) else ()
 
 
 def is_pair(out: object) -> bool:
@@ -164,7 +157,8 @@ class PreparedCall:
     is that of the first call, as for views of one pool. If this is not certain, it returns False, and the
     call needs the full checks. A cache has `room` rows, and `step` has the version and the rows of its step.
 
-    `attention` is a launch that follows a `Refit`. It was prepared for the `first` one and for index tensors
+    `attention` is a launch that follows a `Refit`. It was prepared for the `first` one, by default for the
+    version of `step`, and for index tensors
     `steps`, whose last `growing` contexts have one length. `begin_at` makes the params read from another row,
     and `load_query` writes a query to where the launch reads it.
     """
@@ -183,7 +177,7 @@ class PreparedCall:
         room: int = 0,
         step: Array | None = None,
         attention: Any = None,
-        first: Refit = Refit(),  # noqa: B008  # never changes
+        first: Refit | None = None,
         steps: StepIndex | None = None,
         growing: int = 0,
         begin_at: Callable[[Array, int], None] | None = None,
@@ -191,7 +185,10 @@ class PreparedCall:
     ) -> None:
         self._launches, self._attention, self._steps = launches, attention, steps
         self._begin_at, self._load_query, self._step, self._notes = begin_at, load_query, step, 0
-        self.room, self._version, self._mask, self._row = room, first.version, first.mask, first.row
+        self.room, self._mask, self._row = room, NO_MASK, None
+        self._version: object = None if step is None else int(step[0])
+        if first is not None:
+            self._version, self._mask, self._row = first.version, first.mask, first.row
         # Where the growing contexts end, behind their begin
         self._ends = steps.kvstarts[-growing - 1 :].data if steps and growing else memoryview(b"")
         by_index: Any = {i: array for i, array in enumerate(arrays.values()) if written and array is not None}
@@ -321,8 +318,9 @@ def attend_to_keys(call: KeyAttention, out: Array | Arrays | None) -> Attended:
         scoring.attn_mask is None
         and scoring.sinks is None
         and call.return_lse is call.return_key_weights is False
+        and type(scoring.window) is tuple
     ):
-        attributes = *call.heads, *scoring, *tuple_members(scoring.window)
+        attributes = *call.heads, *scoring, *scoring.window
         form = form_of((*arrays, out), attributes)
     prepared = attentions.take(form)  # no other call finds it while this one lasts
     if prepared:

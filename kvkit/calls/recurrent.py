@@ -24,30 +24,29 @@ def compute_gates(call: GateCall, out: Any = None) -> tuple[Array, ...]:
     return results
 
 
-def with_gates(call: DeltaCall) -> DeltaCall:
-    """Return the call with g and beta in place of raw gates."""
-    if call.gates is None:
-        return call
-    g, *beta = compute_gates(call.gates)
-    return call._replace(g=g, beta=beta[0] if beta else None, gates=None)
-
-
 def run_delta(
     call: DeltaCall, out: Array | None, chunk: int = 1, keep_states: bool = False, capsule_rows: int = 0
 ) -> tuple[Array, Any]:
     """Run the rule; return the output, and the states after each token, the capsule or None."""
     (output,) = call.results.arrays(out)
-    call = with_gates(call)
+    if call.gates is not None:
+        g, *beta = compute_gates(call.gates)
+        call = call._replace(g=g, beta=beta[0] if beta else None, gates=None)
     flat = output.reshape(-1, *output.shape[-2:])
     copied = not np.may_share_memory(flat, output) and output.size > 0  # axes of `out` that do not join
     kept = len(call.v), *call.state.shape[1:]
     states = np.zeros(kept, call.state.dtype) if keep_states else None
-    capsule = empty_capsule(call, capsule_rows) if capsule_rows else None
+    capsule = None
+    if capsule_rows:
+        (heads, dv), (keys, dk) = call.v.shape[1:], call.k.shape[1:]
+        size = capsule_size(heads, keys, dk, dv, dk if call.by_channel else 1)
+        capsule = np.zeros((len(call.begins), capsule_rows, size), np.float32)
     longest = int((call.ends - call.begins).max(initial=0))
     if len(call.v) > int((call.ends - call.begins).sum()):
         flat[...] = 0  # rows behind `lengths`
-    recurrent = cpu.recurrent
-    if states is None and capsule is None and chunk > 1 and longest >= FEW and is_falling(call):
+    recurrent, in_chunks = cpu.recurrent, states is None and capsule is None and chunk > 1 and longest >= FEW
+    # Chunks divide decays by each other: no g may be above 0.
+    if in_chunks and (call.g is None or not call.g.size or not float(call.g.max()) > 0):
         launch = recurrent.chunks.prepare_chunks(call, flat, chunk)
     else:
         launch = recurrent.tokens.prepare_tokens(call, flat, states, capsule)
@@ -55,18 +54,6 @@ def run_delta(
     if copied:
         output[...] = flat.reshape(output.shape)
     return output, states if states is not None else capsule
-
-
-def is_falling(call: DeltaCall) -> bool:
-    """Return whether no g is above 0, as chunks need: they divide decays by each other."""
-    return call.g is None or not call.g.size or not float(call.g.max()) > 0
-
-
-def empty_capsule(call: DeltaCall, rows: int) -> Array:
-    """Return a capsule of zeros, [N, rows, numbers of a token]."""
-    (heads, dv), (keys, dk) = call.v.shape[1:], call.k.shape[1:]
-    size = capsule_size(heads, keys, dk, dv, dk if call.by_channel else 1)
-    return np.zeros((len(call.begins), rows, size), np.float32)
 
 
 def replay(call: ReplayCall) -> None:

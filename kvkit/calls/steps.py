@@ -23,7 +23,6 @@ from kvkit.calls.prepared import (
     is_pair,
     is_unaligned,
     transfer_launches,
-    tuple_members,
 )
 from kvkit.checks import index_tensors
 from kvkit.checks.arguments import CacheAttention, CacheTransfer, StepArguments
@@ -57,19 +56,14 @@ class PlannedStep:
         self._calls: PreparedCalls[PreparedCall] = PreparedCalls(*most)
         self.numbers = [np.frombuffer(bytearray(tensor.tobytes()), np.uint8) for tensor in tensors]
         # The version, -1 while the step changes; its rows; where sequences of one length begin.
-        self.words = np.array([0, sequences.steps.rows if sequences.steps else 0, self._start()])
-
-    def _start(self) -> int:
-        """Return where checked sequences of one length begin, 0 for others."""
-        sequences = self._sequences
-        if isinstance(sequences, Static) and sequences.steps is not None:
-            return int(sequences.start_pos)
-        return 0
+        # Without steps, sequences are not checked yet.
+        steps = sequences.steps
+        self.words = np.array([0, steps.rows, int(sequences.start_pos)] if steps else [0, 0, 0])
 
     def _become(self, sequences: Sequences, version: int) -> None:
         """Set the sequences of another version."""
         self._sequences = sequences
-        self.words[:] = version, sequences.steps.rows if sequences.steps else 0, self._start()
+        self.words[:] = version, sequences.steps.rows if sequences.steps else 0, int(sequences.start_pos)
 
     @property
     def sequences(self) -> Sequences:
@@ -146,8 +140,8 @@ class PlannedStep:
         arrays = call.query, call.current_key, call.current_value, call.cache, call.scale
         form, steps, scoring = None, self._sequences.steps, call.scoring
         plain = scoring.attn_mask is None and scoring.sinks is None and call.return_lse is False
-        if plain and steps is not None:
-            attributes = *call.place, *call.heads, *scoring, *tuple_members(scoring.window)
+        if plain and steps is not None and type(scoring.window) is tuple:
+            attributes = *call.place, *call.heads, *scoring, *scoring.window
             form = form_of((*arrays, out), attributes)
         prepared = self._calls.find(form)
         if prepared and steps and prepared.room >= steps.rows:
@@ -161,9 +155,9 @@ class PlannedStep:
         if form and checked.layer and all(map(operator.is_, arrays, (checked.query, *checked.current))):
             names = "query", "current_key", "current_value", "cache", "scale", "out"
             repeated, room = dict(zip(names, (*arrays, results[0]), strict=True)), checked.layer.capacity[1]
-            attention, first = launches[-1], Refit(int(self.words[0]))
+            attention = launches[-1]
             prepared = PreparedCall(
-                launches, repeated, ATTENDS, room=room, step=self.words, attention=attention, first=first
+                launches, repeated, ATTENDS, room=room, step=self.words, attention=attention
             )
             self._calls.keep(form, prepared)
         return results if len(results) > 1 else results[0]

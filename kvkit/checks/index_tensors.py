@@ -213,6 +213,7 @@ class Packed:
 
     steps: StepIndex  # checked, but not against arrays
     decoding: int = 0
+    start_pos: ClassVar[int] = 0  # `steps` have that of each sequence
     axes: ClassVar[int] = 3
     layouts: ClassVar[tuple[Layout, ...]] = pmx.DYNAMIC
 

@@ -59,7 +59,14 @@ def pool_views(
     if "kv" in axes:  # arrays with this axis are the whole pool, others views of its keys or values
         wholes = [array for array in given if isinstance(array, np.ndarray) and array.ndim == len(axes)]
         if wholes:
-            given = split_pool(given, wholes[0], axes.index("kv"), layout, names)
+            pool, at = wholes[0], axes.index("kv")
+            for name, array in zip(names, given, strict=True):
+                if array is not None and not (isinstance(array, np.ndarray) and same_place(array, pool)):
+                    wanted = f"the same pool as {names[0]}, or views without the axis kv of {layout!r}"
+                    raise argument_error(name, wanted, describe(array))
+            if pool.shape[at] != 2:
+                raise argument_error(names[0], f"keys and values along axis {at} (kv)", f"shape {pool.shape}")
+            given = [pool[(slice(None),) * at + (side,)] for side in (0, 1)]
         axes = [axis for axis in axes if axis != "kv"]
     views = [
         None if array is None else pool_view(name, array, axes, legal)
@@ -77,17 +84,6 @@ def present(name: str, array: Array | None, wanted: str) -> Array:
     if array is None:
         raise argument_error(name, wanted, "None")
     return array
-
-
-def split_pool(given: Views, pool: Array, at: int, layout: str, names: Sequence[str]) -> Views:
-    """Return views of the keys and the values of one pool, whose axis `at` has both."""
-    for name, array in zip(names, given, strict=True):
-        if array is not None and not (isinstance(array, np.ndarray) and same_place(array, pool)):
-            wanted = f"the same pool as {names[0]}, or views without the axis kv of {layout!r}"
-            raise argument_error(name, wanted, describe(array))
-    if pool.shape[at] != 2:
-        raise argument_error(names[0], f"keys and values along axis {at} (kv)", f"shape {pool.shape}")
-    return [pool[(slice(None),) * at + (side,)] for side in (0, 1)]
 
 
 def pool_view(name: str, array: Array, axes: Sequence[str], legal: Collection[Element] | None) -> Array:

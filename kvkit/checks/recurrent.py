@@ -295,22 +295,20 @@ def checked_delta(call: DeltaArguments) -> DeltaCall:
     shape = (*call.v.shape[:-2], max(heads, call.q.shape[-2]), dv)
     out_dtype = FLOAT32.dtype if getattr(call.out, "dtype", None) == np.float32 else fmt.dtype
     results = Results({"output": (shape, out_dtype)}, [*inputs, ("state", state)], alone=True)
-    gates = None if call.gates is None else raw_gates(call.gates, g, beta)
+    gates = None
+    if call.gates is not None:  # g and beta are raw: a [tokens, heads(, dk)] and b [tokens, heads]
+        if g is None:
+            raise argument_error("g", "an array beside gates", "None")
+        pair = call.gates
+        if not isinstance(pair, (tuple, list, np.ndarray)) or len(pair) != 2:  # an array: its two rows
+            raise argument_error("gates", "a pair (a_log, dt_bias)", describe(pair))
+        gates = gate_call(g, beta, ("gates[0]", pair[0]), ("gates[1]", pair[1]))
     numbers, q, k, v = np.array([scale, eps], np.float32), flat(call.q), flat(call.k), flat(call.v)
     return DeltaCall(
         fmt, q, k, v, g, beta, gates, state=state, state_format=state_format, begins=begins, ends=ends,
         reads=reads, writes=writes, numbers=numbers, norm=bool(call.norm), transposed=layout == "VK",
         shape=shape, results=results,
     )  # fmt: skip
-
-
-def raw_gates(gates: Any, a: Array | None, b: Array | None) -> GateCall:
-    """Check the pair `gates` beside raw gates a [tokens, heads(, dk)] and b [tokens, heads]."""
-    if a is None:
-        raise argument_error("g", "an array beside gates", "None")
-    if not isinstance(gates, (tuple, list, np.ndarray)) or len(gates) != 2:  # an array: its two rows
-        raise argument_error("gates", "a pair (a_log, dt_bias)", describe(gates))
-    return gate_call(a, b, ("gates[0]", gates[0]), ("gates[1]", gates[1]))
 
 
 def gate_call(

@@ -223,17 +223,14 @@ def check_writeable(name: str, array: Array) -> None:
 
 def check_apart(name: str, array: Array, others: NamedArrays) -> None:
     """Check that an array that kernels write shares no byte with the others."""
+    exactly: Any = {"max_work": 100_000}
     for other_name, other in others:
-        if np.may_share_memory(array, other) and _share(array, other):
+        try:
+            share = np.may_share_memory(array, other) and np.shares_memory(array, other, **exactly)
+        except np.exceptions.TooHardError:  # the exact answer would take long
+            share = True
+        if share:
             raise argument_error(name, f"memory apart from {other_name}", "arrays that overlap")
-
-
-def _share(a: Array, b: Array) -> bool:
-    """Return whether arrays share memory; True also if the exact answer would take long."""
-    try:
-        return np.shares_memory(a, b, max_work=100_000)  # type: ignore[arg-type]
-    except np.exceptions.TooHardError:
-        return True
 
 
 def check_size(name: str, shape: Sequence[int], fmt: Element, what: str = "outputs") -> None:

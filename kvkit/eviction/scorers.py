@@ -162,7 +162,11 @@ def scores_of_real(rule: Scorer, inputs: Inputs, options: Mapping[str, Any]) -> 
             own |= {"scores": own["scores"][rows]} if "scores" in own else {}
             return rule.score(inputs.of_rows(rows, columns), **{**options, **own})
 
-        of_tokens = options_of_tokens(inputs, options)
+        shapes = {"positions": (inputs.tokens,), "scores": inputs.keys.shape[:3]}
+        of_tokens = {name: np.asarray(options[name]) for name in shapes if options.get(name) is not None}
+        for name, array in of_tokens.items():
+            if array.shape != shapes[name]:
+                raise argument_error(name, f"shape {shapes[name]}", describe(array))
         return score_rows(equal_rows(inputs.real), inputs.keys.shape[:3], score)
     parts = []  # (rows, scores of pages or channels)
     for rows, columns in equal_rows(inputs.real):
@@ -172,13 +176,3 @@ def scores_of_real(rule: Scorer, inputs: Inputs, options: Mapping[str, Any]) -> 
     for rows, part in parts:
         scores[rows] = part
     return scores
-
-
-def options_of_tokens(inputs: Inputs, options: Mapping[str, Any]) -> dict[str, Array]:
-    """Return the options of a scorer that have a number for each stored token, as checked arrays."""
-    shapes = {"positions": (inputs.tokens,), "scores": inputs.keys.shape[:3]}
-    found = {name: np.asarray(options[name]) for name in shapes if options.get(name) is not None}
-    for name, array in found.items():
-        if array.shape != shapes[name]:
-            raise argument_error(name, f"shape {shapes[name]}", describe(array))
-    return found

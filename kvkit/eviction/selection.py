@@ -16,6 +16,7 @@ from kvkit.eviction.padding import checked_padding, stays_whole
 from kvkit.interop import returns_input_kind
 from kvkit.typed import Array
 
+BUDGET_RULES: dict[str, Callable[..., Array]] = {}
 LARGEST_SCORE = np.finfo(np.float64).max  # the most that other tokens score where protected tokens score inf
 
 
@@ -218,12 +219,20 @@ def shared_counts(layers: Sequence[Array], total: int, safe: int) -> Array:
     return counts
 
 
+def budget_rule(rule: Callable[..., Array]) -> Callable[..., Array]:
+    """Decorate a rule of the function `budgets`, NAME_budget."""
+    BUDGET_RULES[rule.__name__.removesuffix("_budget")] = rule
+    return rule
+
+
+@budget_rule
 def uniform_budget(*, layers: int, tokens: int, keep: float) -> Array:
     """Return the same count for every layer."""
     count = kept_count(integer("tokens", tokens, 1), keep, None)
     return np.full(integer("layers", layers, 1), count, np.int64)
 
 
+@budget_rule
 def pyramid_budget(*, layers: int, tokens: int, keep: float, window: int = 64, beta: float = 20.0) -> Array:
     """Return counts that fall from the first layer to the last, with an unchanged sum (arXiv 2406.02069).
 
@@ -244,6 +253,7 @@ def pyramid_budget(*, layers: int, tokens: int, keep: float, window: int = 64, b
     return np.array([round(high - i * step) for i in range(layers)], np.int64)
 
 
+@budget_rule
 def ada_budget(*, scores: Array, keep: float, safe: float = 0.2, attn_mask: Array | None = None) -> Array:
     """Return the counts of the heads of one layer, int64 [B, Hkv] (arXiv 2407.11550)."""
     scores, safe = scores_array("scores", scores), finite_number("safe", safe)
@@ -254,6 +264,7 @@ def ada_budget(*, scores: Array, keep: float, safe: float = 0.2, attn_mask: Arra
     return np.concatenate(counts)
 
 
+@budget_rule
 def global_budget(*, scores: Sequence[Array], keep: float, attn_mask: Array | None = None) -> Array:
     """Return the counts of heads if all layers have one threshold, [L, B, Hkv] (arXiv 2505.23416)."""
     layers = [scores_array(f"scores[{i}]", each) for i, each in enumerate(scores)]
@@ -278,6 +289,7 @@ def rows_of_layers(layers: Sequence[Array], attn_mask: Array | None) -> list[lis
     ]
 
 
+@budget_rule
 def duo_budget(*, table: ArrayLike, tokens: int, first: int = 128, last: int = 256) -> Array:
     """Return the counts of heads [L, Hkv]: all tokens where `table` is True, first + last elsewhere.
 
@@ -287,15 +299,6 @@ def duo_budget(*, table: ArrayLike, tokens: int, first: int = 128, last: int = 2
     if retrieves.dtype != np.bool_ or retrieves.ndim != 2:
         raise argument_error("table", "bool [layers, Hkv], True for retrieval heads", describe(retrieves))
     return np.where(retrieves, tokens, min(tokens, integer("first", first, 0) + integer("last", last, 0)))
-
-
-BUDGET_RULES: dict[str, Callable[..., Array]] = {
-    "uniform": uniform_budget,
-    "ada": ada_budget,
-    "pyramid": pyramid_budget,
-    "duo": duo_budget,
-    "global": global_budget,
-}
 
 
 def budgets(kind: str, **options: Any) -> Array:
@@ -366,16 +369,14 @@ def chunks(scores: Array, length: int = 20, *, keep: float, attn_mask: Array | N
     if attn_mask is not None:
         mask = checked_padding(attn_mask, mask.shape)
     means = scores.sum(1, dtype=np.float64)
-    return join_rows([[rows_of_chunks(*row, length, keep)] * heads for row in zip(means, mask, strict=True)])
-
-
-def rows_of_chunks(scores: Array, real: Array, length: int, keep: float) -> Array:
-    """Return the numbers of the tokens in the best chunks of the `real` tokens of a row."""
-    own = np.flatnonzero(real)
-    if not len(own):
-        return own
-    starts = np.arange(0, len(own), length)
-    sizes = np.minimum(starts + length, len(own)) - starts
-    means = np.add.reduceat(scores[own], starts) / sizes
-    chosen = best(means, max(1, int(len(starts) * keep)))
-    return own[np.isin(np.arange(len(own)) // length, chosen)]
+    rows = []
+    for row, real in zip(means, mask, strict=True):
+        own = np.flatnonzero(real)
+        if len(own):
+            starts = np.arange(0, len(own), length)
+            sizes = np.minimum(starts + length, len(own)) - starts
+            of_chunks = np.add.reduceat(row[own], starts) / sizes
+            chosen = best(of_chunks, max(1, int(len(starts) * keep)))
+            own = own[np.isin(np.arange(len(own)) // length, chosen)]
+        rows.append([own] * heads)
+    return join_rows(rows)

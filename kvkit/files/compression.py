@@ -28,7 +28,10 @@ def frame_of(path: FilePath, array: Array) -> Array | None:
     zstd = import_package(path, "zstandard", "zstd")
     packer = zstd.ZstdCompressor(level=LEVEL, write_checksum=True).compressobj(size=array.nbytes)
     whole = array if array.flags.c_contiguous or array.flags.f_contiguous else np.ascontiguousarray(array)
-    parts = [packer.compress(planes_of(chunk)) for chunk in element_chunks(as_bytes(whole), array.itemsize)]
+    parts = []
+    for chunk in element_chunks(as_bytes(whole), array.itemsize):  # [elements, itemsize]
+        planes = np.concatenate([chunk[:, place] for place in range(chunk.shape[1])])
+        parts.append(packer.compress(planes))
     frame = np.frombuffer(b"".join([*parts, packer.flush()]), np.uint8)
     return frame if frame.nbytes < array.nbytes else None
 
@@ -61,11 +64,6 @@ def element_chunks(data: Array, itemsize: int) -> Iterator[Array]:
     elements = data.reshape(-1, itemsize)
     count = max(CHUNK_BYTES // itemsize, 1)
     return (elements[i : i + count] for i in range(0, len(elements), count))
-
-
-def planes_of(chunk: Array) -> Array:
-    """Return bytes [elements, itemsize] in the order of frames."""
-    return np.concatenate([chunk[:, place] for place in range(chunk.shape[1])])
 
 
 def make_form(array: Array) -> list[Any]:

@@ -66,7 +66,14 @@ def pieces_of(contents: Contents) -> Iterator[bytes]:
             fields, streams = EXTRAS[magic, version], metadata.get("streams", 1)
             yield from pieces_of_cache(arrays, name, fields, streams, ";" in line, format or "")
     if f"{RECURRENT}_cells.positions" in arrays:
-        yield from pieces_of_recurrent(arrays, metadata["recurrent_layers"])
+        cells = {what: arrays[f"{RECURRENT}_cells.{what}"] for what in OF_CELL}
+        own = np.arange(len(cells["positions"]))
+        yield struct.pack("<I", len(own)) + bytes_of_cells(cells, own, ())
+        yield struct.pack("<II", 0, metadata["recurrent_layers"])
+        layers = rows_by_layer(arrays, RECURRENT)
+        for part in (0, 1):
+            for layer in layers:
+                yield bytes_of_rows(layer[part], own, "float32", False)
 
 
 def pieces_of_cache(
@@ -133,15 +140,3 @@ def type_of(dtype: np.dtype, format: str) -> tuple[int, int]:
         if name == format and dtype == np.uint8:
             return number, size
     raise ValueError(f"{dtype} of format {format or 'unknown'}")
-
-
-def pieces_of_recurrent(arrays: Mapping[str, Array], count: int) -> Iterator[bytes]:
-    """Yield the bytes of the recurrent memory of a model with `count` layers."""
-    cells = {what: arrays[f"{RECURRENT}_cells.{what}"] for what in OF_CELL}
-    own = np.arange(len(cells["positions"]))
-    yield struct.pack("<I", len(own)) + bytes_of_cells(cells, own, ())
-    yield struct.pack("<II", 0, count)
-    layers = rows_by_layer(arrays, RECURRENT)
-    for part in (0, 1):
-        for layer in layers:
-            yield bytes_of_rows(layer[part], own, "float32", False)

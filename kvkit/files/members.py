@@ -104,7 +104,10 @@ def read(
             return unpack_into(data, np.empty(shape, dtype, order))
     if 0 in shape:
         return np.empty(shape, dtype, order)  # an empty mapping is impossible
-    mapped = np.memmap(file, dtype, "c", data_offset(member, file) + header.begin, shape, order)
+    file.seek(member.header_offset)
+    name_length, extra_length = struct.unpack_from("<HH", file.read(LOCAL_HEADER), 26)
+    begin = member.header_offset + LOCAL_HEADER + name_length + extra_length  # of the member's bytes
+    mapped = np.memmap(file, dtype, "c", begin + header.begin, shape, order)
     return mapped.view(np.ndarray)
 
 
@@ -148,13 +151,6 @@ def is_storable(dtype: np.dtype[Any]) -> bool:
 def is_extension_dtype(dtype: np.dtype[Any]) -> bool:
     """Return whether a dtype is bfloat16 or float8, which numpy does not have."""
     return dtype == BFLOAT16_DTYPE or dtype in FLOAT8.values()
-
-
-def data_offset(member: zipfile.ZipInfo, file: IO[bytes]) -> int:
-    """Return the offset in the file at which a stored member's bytes begin."""
-    file.seek(member.header_offset)
-    name_length, extra_length = struct.unpack_from("<HH", file.read(LOCAL_HEADER), 26)
-    return int(member.header_offset + LOCAL_HEADER + name_length + extra_length)
 
 
 def unpack_into(data: IO[bytes], array: Array) -> Array:

@@ -13,7 +13,7 @@ L.I.0.PART, and L.I.1 has the letters of its class. Members of known classes are
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,7 +96,11 @@ def read(path: FilePath, contents: Contents) -> Contents:
     since_032 = texts["2.0"] == "" and "1.0" in texts  # before, "2.0" is the class of layer 0
     kinds = classes_of(path, texts, "1." if since_032 else "2.")
     user = {name[2:]: text for name, text in texts.items() if name.startswith("0." if since_032 else "1.")}
-    described = stored_description(path, user.pop(tensors.METADATA, None))
+    text = user.pop(tensors.METADATA, None)
+    try:
+        described = parse_description(path, json.loads(text)["description"] if text else None)
+    except (LookupError, TypeError, ValueError):
+        raise file_error(path, f"its metadata {tensors.METADATA} is damaged") from None
     contents = replace(contents, metadata={"classes": kinds, "metadata": user}, kind="prompt cache of MLX")
     known: dict[str, PromptLayer] = {}  # {place of the layer, its number or LAYER.MEMBER: layer}
     places = (
@@ -154,14 +158,6 @@ def classes_of(path: FilePath, texts: Mapping[str, str], group: str) -> list[str
     return [found[str(layer)] for layer in range(len(found))]
 
 
-def stored_description(path: FilePath, text: str | None) -> Description:
-    """Return the description in kvkit's metadata; an empty one if kvkit did not write the file."""
-    try:
-        return parse_description(path, json.loads(text)["description"] if text else None)
-    except (LookupError, TypeError, ValueError):
-        raise file_error(path, f"its metadata {tensors.METADATA} is damaged") from None
-
-
 def read_layer(
     path: FilePath, arrays: Mapping[str, Array], texts: Mapping[str, str], number: str, fields: Sequence[str],
     since_032: bool,
@@ -191,7 +187,12 @@ def with_layers(
     notes: list[str],
 ) -> Contents:
     """Return the contents with known layers renamed, their rows in the order of tokens."""
-    arrays = arrays_of_layers(known.values())
+    arrays = {}  # PART.LAYER.KV
+    for number, layer in enumerate(known.values()):
+        for kv, side in enumerate(layer.sides):
+            for name, part in zip(ARRAY_NAMES, side, strict=False):
+                runs = [part[:, :, run] for run in layer.runs]
+                arrays[f"{name}.{number}.{kv}"] = runs[0] if len(runs) == 1 else np.concatenate(runs, 2)
     renamed = tuple(f"{begins[place]}.{i}." for place, x in known.items() for i in range(2 + len(x.numbers)))
     renamed += tuple(f"{place}.1." for place in known if "." in place)  # the class of a member
     others = {name: array for name, array in contents.arrays.items() if not f"{name}.".startswith(renamed)}
@@ -217,17 +218,6 @@ def with_layers(
     described = replace(described, layout=LAYOUT, sizes=sizes, format=format, rope_applied=True)
     arrays |= others
     return replace(contents, arrays=arrays, metadata=metadata, description=described, notes=tuple(notes))
-
-
-def arrays_of_layers(layers: Iterable[PromptLayer]) -> dict[str, Array]:
-    """Return {name: array} of layers: PART.LAYER.KV, with rows in the order of tokens."""
-    arrays = {}
-    for number, layer in enumerate(layers):
-        for kv, side in enumerate(layer.sides):
-            for name, part in zip(ARRAY_NAMES, side, strict=False):
-                runs = [part[:, :, run] for run in layer.runs]
-                arrays[f"{name}.{number}.{kv}"] = runs[0] if len(runs) == 1 else np.concatenate(runs, 2)
-    return arrays
 
 
 def find_tensor(path: FilePath, arrays: Mapping[str, Array], name: str, axes: int) -> Array:

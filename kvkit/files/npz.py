@@ -84,7 +84,11 @@ def read(
                 with reading_errors(path, f"member {quoted(name)} is damaged"):
                     short = name.removesuffix(".npy")
                     headers[short] = members.read_member_header(archive, info, dtypes.get(short))
-            check_dtypes(path, dtypes, headers)
+            for name, dtype in dtypes.items():
+                found = headers[name].dtype.name if name in headers else "absent"
+                if found != dtype:
+                    said = f"{brief(name)} is {brief(dtype)}"
+                    raise file_error(path, f"{METADATA} says that {said}, but it is {found}", OUTDATED)
             stored, packed = dict(headers), packed_headers(path, metadata, headers)
             headers |= packed
             check(headers, metadata)
@@ -126,15 +130,6 @@ def check_metadata(path: FilePath, metadata: Any) -> None:
     if metadata.get("version", VERSION) != known:
         found = brief(repr(metadata.get("version")))
         raise file_error(path, f"{METADATA} has version {found}, not {known}", "update kvkit")
-
-
-def check_dtypes(path: FilePath, dtypes: Mapping[str, str], headers: Mapping[str, ArrayHeader]) -> None:
-    """Refuse arrays whose dtype is not the one that the metadata states."""
-    for name, dtype in dtypes.items():
-        found = headers[name].dtype.name if name in headers else "absent"
-        if found != dtype:
-            said = f"{brief(name)} is {brief(dtype)}"
-            raise file_error(path, f"{METADATA} says that {said}, but it is {found}", OUTDATED)
 
 
 def packed_headers(

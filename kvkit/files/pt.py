@@ -58,7 +58,15 @@ def collect_tensors(
         what = f"more than {MAX_ARRAYS} arrays, or {MAX_DEPTH} levels"
         raise file_error(path, what, "save a cache's keys and values")
     if isinstance(value, torch.Tensor):
-        arrays[name or CACHE] = tensor_to_array(path, torch, value, name or CACHE)
+        name = name or CACHE
+        with reading_errors(path, f"tensor {brief(name)} cannot be an array of numpy"):
+            if value.layout is not torch.strided:
+                raise ValueError(f"it is {value.layout}")
+            float8 = members.FLOAT8.get(str(value.dtype).removeprefix("torch."))
+            if float8 is not None:  # torch can pass only its bytes to numpy
+                arrays[name] = as_numpy(value.detach().view(torch.uint8)).view(float8)
+            else:
+                arrays[name] = np.asarray(as_numpy(value.detach(), brief(name)))
     elif isinstance(value, (list, tuple, dict)):
         if not isinstance(value, dict):
             name, value = name or CACHE, dict(enumerate(value))
@@ -72,15 +80,3 @@ def collect_tensors(
     else:
         what = f"{brief(name) or 'it'} is a {type(value).__name__}"
         raise file_error(path, what, "save tensors, in lists or dicts")
-
-
-def tensor_to_array(path: FilePath, torch: Any, tensor: Any, name: str) -> Array:
-    """Return a tensor's memory as a numpy array."""
-    with reading_errors(path, f"tensor {brief(name)} cannot be an array of numpy"):
-        if tensor.layout is not torch.strided:
-            raise ValueError(f"it is {tensor.layout}")
-        float8 = members.FLOAT8.get(str(tensor.dtype).removeprefix("torch."))
-        if float8 is not None:  # torch can pass only its bytes to numpy
-            array: Array = as_numpy(tensor.detach().view(torch.uint8)).view(float8)
-            return array
-        return np.asarray(as_numpy(tensor.detach(), brief(name)))

@@ -33,7 +33,12 @@ def replacing(path: FilePath) -> Iterator[BinaryIO]:
         if not AVAILABLE:
             file.close()  # an open file keeps its name on Windows
         take_place(temporary, target)  # still locked, so that no other process removes it
-    sync_folder(target.parent)
+    if os.name == "posix":  # makes the new name durable, too
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 @contextlib.contextmanager
@@ -78,14 +83,3 @@ def take_place(temporary: Path, target: Path) -> None:
 def open_no_link(path: str, flags: int) -> int:
     """Open a file unless it is a symbolic link: an opener for `open`."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the new name durable, too: sync the folder."""
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

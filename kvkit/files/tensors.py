@@ -52,8 +52,14 @@ def read(path: FilePath) -> Contents:
         header = json.loads(data[8 : 8 + length].tobytes())
     texts = header.pop(TEXTS, None) or {}
     tensors = data[8 + length :]
-    arrays = {name: read_tensor(path, name, entry, tensors) for name, entry in header.items()}
-    metadata = {}
+    arrays, metadata = {}, {}
+    for name, entry in header.items():
+        with reading_errors(path, f"tensor {quoted(name)} is damaged"):
+            kind, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            if kind not in DTYPES:
+                what = f"tensor {quoted(name)} has type {brief(kind)}, which numpy lacks"
+                raise file_error(path, what, "give a type of 8 bits or more")
+            arrays[name] = tensors[begin:end].view(DTYPES[kind]).reshape(shape)
     if METADATA in texts:
         with reading_errors(path, f"its metadata {METADATA} is damaged"):
             metadata = json.loads(texts.pop(METADATA))
@@ -64,17 +70,6 @@ def read(path: FilePath) -> Contents:
         raise file_error(path, f"its metadata {METADATA} has version {found}, not {VERSION}", "update kvkit")
     described = description.parse_description(path, metadata.get("description"))
     return Contents(arrays, texts | metadata, mapped, ".safetensors", described, notes_in(metadata))
-
-
-def read_tensor(path: FilePath, name: str, entry: Mapping[str, Any], tensors: Array) -> Array:
-    """Return the tensor that an entry of the header describes, or refuse a damaged one."""
-    with reading_errors(path, f"tensor {quoted(name)} is damaged"):
-        kind, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if kind not in DTYPES:
-            what = f"tensor {quoted(name)} has type {brief(kind)}, which numpy lacks"
-            raise file_error(path, what, "give a type of 8 bits or more")
-        array: Array = tensors[begin:end].view(DTYPES[kind]).reshape(shape)
-        return array
 
 
 def write(

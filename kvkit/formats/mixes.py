@@ -20,7 +20,7 @@ from typing import Any
 
 from kvkit.errors import argument_error, brief, describe
 
-SIDES = re.compile(r"K=(?P<key>.+?),\s*V=(?P<value>.+)")
+TWO_SIDES = re.compile(r"K=(?P<key>.+?),\s*V=(?P<value>.+)")
 SIDE = re.compile(r"[KkVv]=")
 SIDES_FORM = "keys, then values, as in 'K=int8:g32,V=int4:g32'"
 # A number, or a range as in Python: 4, -1, 2:, :4, 1::2
@@ -49,7 +49,7 @@ def join_mixes(parts: Iterable[str]) -> list[str]:
 
 def side_format(text: str, is_value: bool) -> str:
     """Return the format of keys, or of values, that a text for both names: "K=int8,V=fp8" or "q8_0/q4_0"."""
-    found = SIDES.fullmatch(text)
+    found = TWO_SIDES.fullmatch(text)
     if found is None:
         if SIDE.match(text):
             raise argument_error("format", SIDES_FORM, brief(repr(text)))
@@ -148,19 +148,16 @@ def mix_text(formats: Iterable[tuple[str, str]], numbers: Sequence[int] | None =
     `numbers` are those of the layers, by default from 0 on.
     """
     pairs = list(formats)
-    sides = [side_text(side, numbers or range(len(pairs))) for side in zip(*pairs, strict=True)]
+    numbers, sides = numbers or range(len(pairs)), []
+    for formats_of_side in zip(*pairs, strict=True):  # each with its layers, then the commonest
+        (rest, _), *_ = Counter(formats_of_side).most_common(1)
+        parts = []
+        for format in dict.fromkeys(formats_of_side):
+            own = [number for number, each in zip(numbers, formats_of_side, strict=True) if each == format]
+            if format != rest:
+                parts.append(f"{format}@{layers_text(own)}/")
+        sides.append("".join([*parts, rest]))
     return sides[0] if sides[0] == sides[1] else f"K={sides[0]},V={sides[1]}"
-
-
-def side_text(formats: Sequence[str], numbers: Sequence[int]) -> str:
-    """Return the text of one side: formats with their layers, then the commonest format."""
-    (rest, _), *_ = Counter(formats).most_common(1)
-    parts = []
-    for format in dict.fromkeys(formats):
-        own = [number for number, each in zip(numbers, formats, strict=True) if each == format]
-        if format != rest:
-            parts.append(f"{format}@{layers_text(own)}/")
-    return "".join([*parts, rest])
 
 
 def layers_text(numbers: Sequence[int]) -> str:

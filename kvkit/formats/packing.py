@@ -199,7 +199,11 @@ def decode_blocks(format: Format, rows: Array) -> Array:
         numbers = from_bytes(parts[name], format.scale_type())
         spread[name] = np.repeat(numbers, codes.shape[-1] // max(1, numbers.shape[-1]), -1)
     with np.errstate(over="ignore", invalid="ignore"):
-        levels = divide_by_unit(format, format.code.table[codes])
+        levels = format.code.table[codes]
+        if format.unit == "root":
+            levels = levels / np.sqrt(np.float32(levels.shape[-1]))
+        elif format.unit:
+            levels = levels / np.linalg.norm(levels, axis=-1, keepdims=True)
         if format.zero_in_scale:
             spread["scale"], spread["minimum"] = zero_in_scale(spread["scale"])
         values = dequantize(format, levels, spread["scale"], spread.get("minimum"))
@@ -209,16 +213,6 @@ def decode_blocks(format: Format, rows: Array) -> Array:
     if format.tail:
         values = np.concatenate((values, from_bytes(parts["tail"], BFLOAT16)[..., 0, :]), -1)
     return values
-
-
-def divide_by_unit(format: Format, levels: Array) -> Array:
-    """Divide rows of levels [..., elements] by their unit: `Format.unit`."""
-    if not format.unit:
-        return levels
-    root = format.unit == "root"
-    unit = np.sqrt(np.float32(levels.shape[-1])) if root else np.linalg.norm(levels, axis=-1, keepdims=True)
-    divided: Array = levels / unit
-    return divided
 
 
 def dequantize(format: Format, values: Array, scale: Array, offset: Array | None) -> Array:

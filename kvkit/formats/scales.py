@@ -11,6 +11,7 @@ amax is the largest magnitude of a group. For example, `ggml_largest` of [-1, 0.
 amax / 127 = 2 / 127, the ratio is [-63.5, 31.75, 127].
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -22,10 +23,18 @@ from kvkit.formats.known import IQ4, VLLM, Format
 from kvkit.typed import Array
 
 ScaledGroups = tuple[Array, Array, Array | None]  # ratio, scale, offset
+ScaleRule = Callable[[Array, Format, DTypeLike, Any], ScaledGroups]
+SCALE_RULES: dict[str, ScaleRule] = {}
 
 SMALLEST_SCALE = np.float32(1e-5)  # PMX: the smallest scale
 TINY = np.finfo(np.float32).tiny  # DeepSeek: the smallest scale
 LEAST_POWER = np.float32(1e-4)  # DeepSeek: the smallest scale (FlashMLA) or amax (vLLM) before a power of two
+
+
+def scale_rule(rule: ScaleRule) -> ScaleRule:
+    """Decorate a rule, whose name is the one in `Format.rule`."""
+    SCALE_RULES[rule.__name__] = rule
+    return rule
 
 
 def round_to(x: Array | np.float32, dtype: DTypeLike) -> Array:
@@ -70,12 +79,14 @@ def largest_code(format: Format) -> np.float32:
     return np.float32(format.code.limits[1])
 
 
+@scale_rule
 def pmx(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as PMX: max(amax / largest code, 1e-5). Scale and quotient are rounded to the data's dtype."""
     scale = np.maximum(round_to(magnitude(x) / largest_code(format), dtype), round_to(SMALLEST_SCALE, dtype))
     return round_to(x / scale, dtype), scale, None
 
 
+@scale_rule
 def kvkit_minimum(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as kvkit's caches: minimum and scale (at least 1e-5) are rounded to their dtype before use."""
     (low, high), stored = extremes(x), format.scale_type().dtype
@@ -84,12 +95,14 @@ def kvkit_minimum(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any)
     return (x - low) / scale, scale, low
 
 
+@scale_rule
 def ggml_largest(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as ggml's q8_0: amax / largest code. Codes use the scale before it is rounded."""
     scale = magnitude(x) / largest_code(format)
     return x * inverse(scale), scale, None
 
 
+@scale_rule
 def ggml_signed(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as ggml's q4_0 and q5_0: the element of largest magnitude, with its sign, gets the least code."""
     at = np.abs(x).argmax(-1)[..., None]
@@ -97,6 +110,7 @@ def ggml_signed(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -
     return x * inverse(scale), scale, None
 
 
+@scale_rule
 def ggml_minimum(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as ggml's q4_1 and q5_1: (max - min) / largest code, with the minimum as offset."""
     low, high = extremes(x)
@@ -104,6 +118,7 @@ def ggml_minimum(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) 
     return (x - low) * inverse(scale), scale, low
 
 
+@scale_rule
 def ggml_searched(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as ggml's iq4_nl: the best of 16 scales by the squared error, weighted with w = x * x.
 
@@ -127,6 +142,7 @@ def ggml_searched(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any)
     return x * inverse(scale), scale, None
 
 
+@scale_rule
 def mx_power(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as the MX formats: a power of two.
 
@@ -142,6 +158,7 @@ def mx_power(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> S
     return x / scale, scale, None
 
 
+@scale_rule
 def nvfp4(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as NVFP4: e4m3(amax / 6 / tensor-wide scale)."""
     scale = magnitude(x) / largest_code(format) / tensor_scale
@@ -150,12 +167,14 @@ def nvfp4(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scal
     return np.divide(x, unit, out=np.zeros_like(x), where=unit != 0), scale, None
 
 
+@scale_rule
 def vllm_token(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as vLLM's formats per token and head: at least 1e-6. The quotient is x * (1 / scale)."""
     scale = np.maximum(magnitude(x) / largest_code(format), np.float32(1e-6))
     return x * (np.float32(1) / scale), scale, None
 
 
+@scale_rule
 def vllm_int4(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as vLLM's 4 bits per token and head, whose zero point is in the lowest 4 bits of the scale."""
     (low, high), top_code = extremes(x), largest_code(format)
@@ -172,6 +191,7 @@ def zero_in_scale(stored: Array) -> tuple[Array, Array]:
     return (bits & np.uint32(0xFFFFFFF0)).view(np.float32), (bits & np.uint32(15)).astype(np.float32)
 
 
+@scale_rule
 def deepseek(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as DeepSeek: at least the smallest normal float32.
 
@@ -190,6 +210,7 @@ def deepseek(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> S
     return x / scale, scale, None
 
 
+@scale_rule
 def lmdeploy(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as LMDeploy, with a zero point in units of codes that is not rounded.
 
@@ -202,6 +223,7 @@ def lmdeploy(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> S
     return x / scale + zero, scale, zero
 
 
+@scale_rule
 def openvino(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as OpenVINO, with a zero point in units of codes. The scale of equal numbers is 1e-4."""
     (low, high), top_code = extremes(x), largest_code(format)
@@ -213,6 +235,7 @@ def openvino(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> S
     return ratio.astype(np.float32), scale, zero
 
 
+@scale_rule
 def mlx_affine(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as MLX's affine formats: the extreme of larger magnitude, `end`, has code 0 and is the minimum.
 
@@ -229,6 +252,7 @@ def mlx_affine(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) ->
     return (x - minimum) / scale, scale, minimum
 
 
+@scale_rule
 def kivi(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as KIVI: (max - min) / largest code. Equal numbers have code 0."""
     low, high = extremes(x)
@@ -236,12 +260,14 @@ def kivi(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scale
     return np.divide(x - low, scale, out=np.zeros_like(x), where=scale != 0), scale, low
 
 
+@scale_rule
 def turbo_key(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as TurboQuant's keys: the scale is the row's length; the ratio has a mean square of 1."""
     length = np.sqrt(np.square(x, dtype=np.float64).sum(-1, keepdims=True)).astype(np.float32)
     return x * inverse(length) * np.sqrt(np.float32(x.shape[-1])), length, None
 
 
+@scale_rule
 def turbo_value(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> ScaledGroups:
     """Scale as TurboQuant's values: (max - min) / largest code, at least 1e-8."""
     low, high = extremes(x)
@@ -253,15 +279,6 @@ def calibrate_scale(x: Array, format: Format) -> Array:
     """Return amax / largest code per group, [..., 1], or 1 for groups of zeros."""
     scale = magnitude(x) / largest_code(format)
     return np.where(scale > 0, scale, np.float32(1))
-
-
-SCALE_RULES = {
-    rule.__name__: rule
-    for rule in (
-        pmx, kvkit_minimum, ggml_largest, ggml_signed, ggml_minimum, ggml_searched, mx_power, nvfp4,
-        vllm_token, vllm_int4, deepseek, lmdeploy, openvino, mlx_affine, kivi, turbo_key, turbo_value,
-    )
-}  # fmt: skip
 
 
 def nearest_codes(x: Array, table: Array, upper: bool = False) -> Array:

@@ -210,26 +210,6 @@ def from_csr(indptr: ArrayLike, indices: ArrayLike, last_page_len: ArrayLike, pa
     return from_entries("indices", table, lengths, page_size, page_size)
 
 
-def to_csr(pages: BlockTable) -> tuple[Index, Index, Index]:
-    """Return (indptr, indices, last_page_len). An empty sequence has no page and a last_page_len of 0.
-
-    Examples
-    --------
-    >>> from kvkit.layouts import tables
-    >>> pages = tables.from_blocks([[7, 2], [4, -1]], [5, 3], page_size=4)
-    >>> [array.tolist() for array in tables.to_csr(pages)]
-    [[0, 2, 3], [7, 2, 4], [1, 3]]
-    """
-    table, lengths = to_blocks(pages)
-    used = -(-lengths // pages.page_size)
-    sequence, page = tokens_of(used)
-    return (
-        starts_of(used),
-        table[sequence, page],
-        np.where(used > 0, lengths - (used - 1) * pages.page_size, 0),
-    )
-
-
 def from_slots(slots: ArrayLike, lengths: ArrayLike) -> BlockTable:
     """Convert SGLang's ``req_to_token``, a slot for every token, into pages of one token.
 
@@ -395,30 +375,6 @@ def from_cells(positions: ArrayLike, sequences: Any, batch: int | None = None) -
     return from_tokens(cells, owners, at[cells], batch, gaps=True)
 
 
-def to_cells(pages: BlockTable, cells: int | None = None) -> tuple[Index, list[set[int]]]:
-    """Return (positions, sequences) of `cells` cells; an empty cell has position -1 and no sequence.
-
-    Examples
-    --------
-    >>> from kvkit.layouts import tables
-    >>> tables.to_cells(tables.from_slots([[0, 1, 4], [0, 1, 3]], [3, 3]))
-    (array([ 0,  1, -1,  2,  2]), [{0, 1}, {0, 1}, set(), {1}, {0}])
-    """
-    rows, sequence, position = to_tokens(pages)
-    least = int(rows.max(initial=-1)) + 1
-    count = least if cells is None else positive_size("cells", cells)
-    if least > count:
-        raise argument_error("cells", f"at least {least}, as a token is in row {least - 1}", count)
-    at, owners = np.full(count, -1, np.int64), [set[int]() for _ in range(count)]
-    at[rows] = position
-    if (at[rows] != position).any():
-        t = int((at[rows] != position).argmax())
-        raise argument_error("pages", "one position for each cell", f"two for row {rows[t]}")
-    for row, b in zip(rows.tolist(), sequence.tolist(), strict=True):
-        owners[row].add(b)
-    return at, owners
-
-
 def from_batch(
     lengths: ArrayLike,
     capacity: int,
@@ -467,29 +423,6 @@ def from_batch(
         wanted = f"at most {capacity - pad[b]}, in {capacity} rows after {pad[b]}"
         raise argument_error(f"lengths[{b}]", wanted, int(lengths[b]))
     return BlockTable(np.where(active, part * capacity + pad, -1)[:, None], lengths, capacity)
-
-
-def to_batch(pages: BlockTable, capacity: int) -> tuple[Index, Index, Index]:
-    """Return (lengths, batch index, left padding) for a batch with `capacity` rows for each sequence.
-
-    Examples
-    --------
-    >>> from kvkit.layouts import tables
-    >>> [each.tolist() for each in tables.to_batch(tables.from_slots([[17, 18], [3, 0]], [2, 1]), 10)]
-    [[2, 1], [1, 0], [7, 3]]
-    """
-    capacity, rows, starts = positive_size("capacity", capacity), pages.rows(), pages.starts()
-    sequence, position = tokens_of(pages.lengths)
-    first = np.zeros(len(pages.lengths), np.int64)
-    active = pages.lengths > 0
-    first[active] = rows[starts[:-1][active]]
-    # A sequence's rows must be neighbours, in one part of the cache.
-    elsewhere = (rows != first[sequence] + position) | (rows // capacity != first[sequence] // capacity)
-    if elsewhere.any():
-        b = int(sequence[elsewhere.argmax()])
-        wanted = f"sequences in neighbouring rows of one part of {capacity}"
-        raise argument_error("pages", wanted, f"others for sequence {b}")
-    return pages.lengths.copy(), first // capacity, first % capacity
 
 
 def packed(lengths: ArrayLike, page_size: int) -> BlockTable:

@@ -15,7 +15,7 @@ from kvkit.layouts.named import parse
 from kvkit.layouts.shapes import Groups, check_sizes, strided_view
 from kvkit.typed import Array
 
-ORDER = ("l", "b", "n", "h", "c")
+LAYER_AXES = ("l", "b", "n", "h", "c")
 Where = tuple[tuple[str, int], ...]  # (axis, index) for each level of lists
 
 
@@ -111,7 +111,7 @@ def check_one_kind(line: Layout) -> None:
 def order_axes(leaf: Leaf, inner: int) -> np.ndarray:
     """Return a view of a leaf whose axes are the last `inner` axes of l b n h c."""
     names, array = ["c" if axis.name == "s" else axis.name for axis in leaf.axes], leaf.array
-    wanted = ORDER[-inner:]
+    wanted = LAYER_AXES[-inner:]
     array = array[tuple(slice(None) if name in wanted else 0 for name in names)]  # others have length 1
     names = [name for name in names if name in wanted]
     array = array.transpose([names.index(name) for name in wanted if name in names])

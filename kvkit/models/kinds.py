@@ -97,8 +97,13 @@ def layer_kinds(words: Words, count: int) -> list[LayerType]:
         compare(words, found, first, other)
     kinds = found[first]
     check_windows(words, kinds)
-    names = type_names(words, count, kinds)
-    return [LayerType(kind, name) for kind, name in zip(kinds, names, strict=True)]
+    listed = next((name for name in LISTED if name in words), None)
+    names = [] if listed is None else words.by_layer(listed, count, drafts(words)) or []
+    names = names or [TYPE_OF_KIND[kind] for kind in kinds]
+    return [
+        LayerType(kind, name if KIND_OF_TYPE[name] == kind else TYPE_OF_KIND[kind])
+        for kind, name in zip(kinds, names, strict=True)
+    ]
 
 
 def check_windows(words: Words, kinds: list[str]) -> None:
@@ -116,18 +121,6 @@ def with_full_end(words: Words, kinds: list[str]) -> list[str]:
     """Return the kinds of layers of a model whose last layer has no window, whatever its list says."""
     ends = words.model_type in LAST_IS_FULL and kinds[-1] == "window"
     return [*kinds[:-1], "full"] if ends else kinds
-
-
-def type_names(words: Words, count: int, kinds: list[str]) -> list[str]:
-    """Return the name of each layer's type."""
-    listed = next((name for name in LISTED if name in words), None)
-    if listed is None:
-        return [TYPE_OF_KIND[kind] for kind in kinds]
-    names = words.by_layer(listed, count, drafts(words)) or []
-    return [
-        name if KIND_OF_TYPE[name] == kind else TYPE_OF_KIND[kind]
-        for name, kind in zip(names, kinds, strict=True)
-    ]
 
 
 def compare(words: Words, found: dict[str, list[str]], first: str, other: str) -> None:
@@ -275,17 +268,12 @@ def sliding_window_pattern(words: Words, name: str, count: int) -> list[str] | N
             raise words.error(name, "a number, or a text of L and G", shown(pattern))
         return ["window" if pattern[i % len(pattern)] == "L" else "full" for i in range(count)]
     step = words.whole(name, pattern, 0)
-    if words.model_type == "cohere2_moe":
-        return cohere2_moe(words, step, count)
+    if words.model_type == "cohere2_moe":  # its first layers have a pattern of their own
+        first = words.count("first_k_dense_replace", default=0)
+        own = words.count("prefix_dense_sliding_window_pattern", default=1, least=1)
+        numbers = [(i, own) if i < first else (i - first, max(step, 1)) for i in range(count)]
+        return ["window" if (i + 1) % n else "full" for i, n in numbers]
     return ["window" if step and (i + 1) % step else "full" for i in range(count)]
-
-
-def cohere2_moe(words: Words, step: int, count: int) -> list[str]:
-    """Return the kinds of a model whose first layers have a pattern of their own."""
-    first = words.count("first_k_dense_replace", default=0)
-    own = words.count("prefix_dense_sliding_window_pattern", default=1, least=1)
-    numbers = [(i, own) if i < first else (i - first, max(step, 1)) for i in range(count)]
-    return ["window" if (i + 1) % n else "full" for i, n in numbers]
 
 
 def global_attn_every_n_layers(words: Words, name: str, count: int) -> list[str]:

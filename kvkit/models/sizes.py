@@ -31,11 +31,21 @@ def layer_shape(words: Words, kind: str, layer: int, count: int, own_index: bool
         width = words.count("index_head_dim", least=1)
         index_dim = width if own_index else 0
     if words.value("kv_lora_rank"):
-        return latent_shape(words, kind, index_dim)
+        if kind not in ("full", "indexed"):
+            wanted = "latent rows in layers without a window"
+            raise words.error("kv_lora_rank", wanted, f"a layer of kind {kind}")
+        words.use("num_key_value_heads", "head_dim", "v_head_dim")
+        latent, rotated = words.count("kv_lora_rank", least=1), words.count("qk_rope_head_dim")
+        return LayerShape("latent", 1, latent + rotated, index_dim=index_dim, latent_dim=latent)
     heads, key_dim, value_dim = head_sizes(words, kind, layer, count)
     window = window_of(words, kind)
     if kind in ("both", "both_window"):
-        state = state_beside(words, heads, key_dim, value_dim)
+        if words.model_type.startswith("inkling"):  # convolutions of keys, values, and two of hidden states
+            kernel = words.count("conv_kernel_size", "sconv_kernel_size", least=1)
+            hidden = words.count("hidden_size", least=1)
+            state = convolution(kernel, heads * (key_dim + value_dim) + 2 * hidden)
+        else:
+            state = mamba(words)
         return LayerShape("both", heads, key_dim, value_dim, window, state)
     kind = "full" if kind == "indexed" else kind
     return LayerShape(kind, heads, key_dim, value_dim, window, index_dim=index_dim)
@@ -157,15 +167,6 @@ def window_of(words: Words, kind: str) -> int | None:
     return words.count("sliding_window", "attention_window_size", "sliding_window_size", least=1)
 
 
-def latent_shape(words: Words, kind: str, index_dim: int) -> LayerShape:
-    """Return the rows of multi-head latent attention: the latent vector, and the rotated part of a key."""
-    if kind not in ("full", "indexed"):
-        raise words.error("kv_lora_rank", "latent rows in layers without a window", f"a layer of kind {kind}")
-    words.use("num_key_value_heads", "head_dim", "v_head_dim")
-    latent, rotated = words.count("kv_lora_rank", least=1), words.count("qk_rope_head_dim")
-    return LayerShape("latent", 1, latent + rotated, index_dim=index_dim, latent_dim=latent)
-
-
 def compressed_shape(words: Words, kind: str) -> LayerShape:
     """Return the rows and states of a layer of DeepSeek V4."""
     ratio = {"v4_window": 0, "csa": 4, "hca": 128}[kind]
@@ -271,12 +272,3 @@ def mamba2_channels(words: Words, pure: bool) -> int:
     if stated not in (0, inner):
         raise words.error("mamba_d_ssm", f"{inner}, as heads and their sizes say", stated)
     return inner
-
-
-def state_beside(words: Words, heads: int, key_dim: int, value_dim: int) -> int:
-    """Return the state of a layer that has rows too."""
-    if words.model_type.startswith("inkling"):  # convolutions of keys, values, and two of hidden states
-        kernel = words.count("conv_kernel_size", "sconv_kernel_size", least=1)
-        hidden = words.count("hidden_size", least=1)
-        return convolution(kernel, heads * (key_dim + value_dim) + 2 * hidden)
-    return mamba(words)

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvkit.errors import KvkitError, argument_error, describe
 
-LARGEST = 2**40  # of a number in a configuration
+MOST_NUMBER = 2**40  # of a number in a configuration
 MOST_LAYERS = 1024
 
 # Entries about layers, heads, states and windows. One of these that a model's reader did not use is an error.
@@ -136,7 +136,7 @@ class Words:
 
     def whole(self, name: str, value: Any, least: int = 0) -> int:
         """Check a whole number of an entry."""
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_NUMBER:
             raise self.error(name, f"a whole number from {least} to 2**40", shown(value))
         return value
 

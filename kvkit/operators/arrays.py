@@ -321,14 +321,10 @@ def read_shapes(docstring: str) -> dict[str, tuple[str, ...]]:
     section = docstring.partition("\nParameters\n")[2].partition("\nReturns\n")[0]
     for names, kind in re.findall(r"^(\w+(?:, \w+)*) : (.*)$", section, re.M):
         arguments = names.split(", ")
-        bracketed = [f"({shape})" for shape in bracketed_shapes(kind)]
+        inside = re.findall(r"\[((?:[^\[\]]|\[\w*\])*)\]", kind)  # [...], one level of nesting
+        bracketed = ["(" + re.sub(r" ([*/+]) ", r"\1", shape) + ")" for shape in inside]
         has_one_each = "shapes" in kind and len(bracketed) == len(arguments)
         for i, name in enumerate(arguments):
             own = bracketed[i : i + 1] if has_one_each else bracketed
             shapes[name] = (*(["()"] if kind.startswith("int") else []), *own)
     return shapes
-
-
-def bracketed_shapes(text: str) -> list[str]:
-    """Return the contents of each [...] (one level of nesting), without spaces around operators."""
-    return [re.sub(r" ([*/+]) ", r"\1", each) for each in re.findall(r"\[((?:[^\[\]]|\[\w*\])*)\]", text)]

@@ -5,10 +5,10 @@ from typing import Any
 
 import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
 import numpy as np
+from numpy import ndarray as Array
 
 __all__ = ["alibi_mask", "alibi_slope", "dynamic_alibi_mask"]
 
-Array = np.ndarray
 f32 = np.float32
 
 

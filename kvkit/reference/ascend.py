@@ -4,12 +4,12 @@ import math
 from typing import Any
 
 import numpy as np
+from numpy import ndarray as Array
 
 from kvkit.reference.attention import attend_sequence
 
 __all__ = ["block_copy", "nd_to_nz", "nz_to_nd", "paged_attention", "paged_cache_load", "reshape_and_cache"]
 
-Array = np.ndarray
 UNDEFINED, KVHEAD, KVHEAD_ROPE, OMNI = range(4)  # values of compress_type
 
 

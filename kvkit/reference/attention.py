@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import numpy as np
+from numpy import ndarray as Array
 
 from kvkit.reference.alibi import slope
 from kvkit.reference.cache import CACHE_ATTRIBUTES, dynamic_key_value_cache, key_value_cache
@@ -20,8 +21,7 @@ __all__ = [
     "multi_head_cache_attention",
 ]
 
-Array = np.ndarray
-Pair = tuple[Array, Array]
+OutputAndLse = tuple[Array, Array]
 
 
 def visible_keys(n: int, m: int, i: int, causal: bool, window: tuple[int, int]) -> Array:
@@ -53,7 +53,7 @@ def attend_sequence(
     query: Array, key: Array, value: Array, mask: Any = None, *, causal: bool = True, slopes: Any = None,
     softmax_scale: float | None = None, window: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     sinks: Any = None, kind: Any = np.float64,
-) -> Pair:  # fmt: skip
+) -> OutputAndLse:  # fmt: skip
     """Attend over one sequence: query [n, H, D], key [m, KVH, D], value [m, KVH, Dv], mask [H, n, m or more].
 
     ALiBi's `slopes` [H] multiply the distance to keys before and after the query.
@@ -96,7 +96,7 @@ def slopes_of(heads: int, is_alibi: bool) -> list[float] | None:
 def multi_head_attention(
     query: Array, key: Array, value: Array, attn_mask: Any = None, *, num_heads: int = 0,
     head_dim: int = 0, is_causal: bool = True, is_alibi: bool = False, num_kv_heads: int = 0, **scoring: Any,
-) -> Pair:  # fmt: skip
+) -> OutputAndLse:  # fmt: skip
     """Attend over sequences of equal lengths: query [B, n, H, D], key and value [B, m, KVH, D]."""
     batch, n, heads, _ = query.shape
     output, lse = np.zeros((*query.shape[:3], value.shape[3])), np.zeros(query.shape[:3])
@@ -114,7 +114,7 @@ def dynamic_multi_head_attention(
     query: Array, key: Array, value: Array, seqstarts: Array, kvstarts: Array, decoding_batches: Any,
     max_seqlen: int | None, max_kvlen: int | None, attn_mask: Any = None, *, num_heads: int = 0,
     head_dim: int = 0, is_causal: bool = True, is_alibi: bool = False, num_kv_heads: int = 0, **scoring: Any,
-) -> Pair:  # fmt: skip
+) -> OutputAndLse:  # fmt: skip
     """Attend over packed sequences: query [tokens, H, D]. The first `decoding_batches` are not causal."""
     output, lse = np.zeros((*query.shape[:2], value.shape[2])), np.zeros(query.shape[:2])
     heads, mask = query.shape[1], None
@@ -144,7 +144,7 @@ def split_attributes(attributes: dict[str, Any]) -> tuple[dict[str, Any], dict[s
 def multi_head_cache_attention(
     query: Array, current_key: Array, current_value: Array, start_pos: Any, cache: Array, scale: Any = None,
     attn_mask: Any = None, **attributes: Any,
-) -> Pair:  # fmt: skip
+) -> OutputAndLse:  # fmt: skip
     """Append to a static cache, then attend over it."""
     cached, attention = split_attributes(attributes)
     key, value = key_value_cache(current_key, current_value, start_pos, cache, scale, **cached)
@@ -155,7 +155,7 @@ def dynamic_multi_head_cache_attention(
     query: Array, current_key: Array, current_value: Array, seqstarts: Array, kvstarts: Array,
     cachestarts: Array, start_pos: Array, decoding_batches: Any, max_seqlen: int | None,
     max_kvlen: int | None, cache: Array, scale: Any = None, attn_mask: Any = None, **attributes: Any,
-) -> Pair:  # fmt: skip
+) -> OutputAndLse:  # fmt: skip
     """Append packed sequences to a dynamic cache, then attend over it."""
     cached, attention = split_attributes(attributes)
     index = seqstarts, kvstarts, cachestarts, start_pos, max_seqlen, max_kvlen
@@ -166,7 +166,7 @@ def dynamic_multi_head_cache_attention(
     )
 
 
-def merge_attention_states(outputs: Any, lses: Any) -> Pair:
+def merge_attention_states(outputs: Any, lses: Any) -> OutputAndLse:
     """Merge attention over parts of a context into attention over the whole context."""
     shape = outputs[0].shape
     output, lse = np.zeros(shape), np.zeros(shape[:-1])

@@ -4,10 +4,10 @@ from typing import Any
 
 import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
 import numpy as np
+from numpy import ndarray as Array
 
 __all__ = ["dynamic_key_value_cache", "key_value_cache"]
 
-Array = np.ndarray
 
 # The axes of a cache, by `cache_layout`: batch, layer, keys or values, row, head, content.
 STATIC_LAYOUTS = ("b l kv n h c", "l b kv h n c")

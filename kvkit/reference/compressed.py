@@ -8,10 +8,9 @@ import math
 from typing import Any
 
 import numpy as np
+from numpy import ndarray as Array
 
 __all__ = ["compress_tokens", "compressed_slots", "rope_back"]
-
-Array = np.ndarray
 
 
 def rope_back(output: Array, positions: Any, rope: Any) -> Array:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 F32, F16 = np.float32, np.float16
-Numbers = Any  # a list or an array of float32
+Floats = Any  # a list or an array of float32
 
 
 # Code tables
@@ -37,7 +37,7 @@ TABLES: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
-def float_code(x: Any, table: Numbers) -> int:
+def float_code(x: Any, table: Floats) -> int:
     """Return the code of the nearest finite number in a table of floats; a tie gives the even code."""
     half = len(table) // 2
     sign, size = half if math.copysign(1, x) < 0 else 0, abs(float(x))
@@ -49,7 +49,7 @@ def float_code(x: Any, table: Numbers) -> int:
     return sign + min(finite, key=lambda code: (abs(table[code] - size), code % 2))
 
 
-def lower_code(x: Any, table: Numbers) -> int:
+def lower_code(x: Any, table: Floats) -> int:
     """Return the code of the nearest number of a table; a tie gives the lower code."""
     return min(range(len(table)), key=lambda code: (abs(table[code] - float(x)), code))
 
@@ -102,26 +102,26 @@ def inverse(d: Any) -> Any:
     return F32(0) if d == 0 else F32(1) / d
 
 
-def q8_0(x: Numbers) -> list[int]:
+def q8_0(x: Floats) -> list[int]:
     """Return ggml's block q8_0: a scale, then codes of 8 bits."""
     d = max(abs(v) for v in x) / F32(127)
     return bits16(d) + [round_half_away(v * inverse(d)) % 256 for v in x]
 
 
-def q4_0(x: Numbers) -> list[int]:
+def q4_0(x: Floats) -> list[int]:
     """Return ggml's block q4_0: a scale with the sign of minus the largest number, then codes."""
     d = max(x, key=abs) / F32(-8)
     return bits16(d) + pack_halves([min(15, int(v * inverse(d) + F32(8.5))) for v in x])
 
 
-def q4_1(x: Numbers) -> list[int]:
+def q4_1(x: Floats) -> list[int]:
     """Return ggml's block q4_1: a scale, the minimum, then codes of 4 bits."""
     d = (max(x) - min(x)) / F32(15)
     codes = [min(15, int((v - min(x)) * inverse(d) + F32(0.5))) for v in x]
     return bits16(d) + bits16(min(x)) + pack_halves(codes)
 
 
-def q5_0(x: Numbers) -> list[int]:
+def q5_0(x: Floats) -> list[int]:
     """Return ggml's block q5_0: a scale (as for q4_0), fifth bits of the codes, then the low four."""
     d = max(x, key=abs) / F32(-16)
     codes = [min(31, int(v * inverse(d) + F32(16.5))) for v in x]
@@ -129,7 +129,7 @@ def q5_0(x: Numbers) -> list[int]:
     return bits16(d) + high + pack_halves([code % 16 for code in codes])
 
 
-def q5_1(x: Numbers) -> list[int]:
+def q5_1(x: Floats) -> list[int]:
     """Return ggml's block q5_1: a scale, the minimum, the fifth bits, then the low four."""
     d = (max(x) - min(x)) / F32(31)
     codes = [min(31, int((v - min(x)) * inverse(d) + F32(0.5))) for v in x]
@@ -144,7 +144,7 @@ def exponent_floor(amax: Any, largest_exponent: int) -> int:
     return clamp(math.floor(math.log2(Fraction(float(amax)))) - largest_exponent + 127, 0, 254)
 
 
-def ggml_mxfp4(x: Numbers) -> list[int]:
+def ggml_mxfp4(x: Floats) -> list[int]:
     """Return ggml's block of MXFP4: an exponent byte, then codes of E2M1."""
     e = exponent_floor(max(abs(v) for v in x), 2)
     unit = 2.0 ** (e - 127)
@@ -154,7 +154,7 @@ def ggml_mxfp4(x: Numbers) -> list[int]:
 # Formats of other projects. If scales are stored apart: (codes in bytes, scale, zero or minimum)
 
 
-def token_head(x: Numbers, code: str, rounding: str) -> list[int]:
+def token_head(x: Floats, code: str, rounding: str) -> list[int]:
     """Return vLLM's row of a token and head: codes, then the scale."""
     scale = max(max(abs(v) for v in x) / F32(127 if code == "int8" else 448), F32(1e-6))
     numbers = [v * (F32(1) / scale) for v in x]
@@ -166,7 +166,7 @@ def token_head(x: Numbers, code: str, rounding: str) -> list[int]:
     return codes + bits32(scale)
 
 
-def int4_token_head(x: Numbers) -> list[int]:
+def int4_token_head(x: Floats) -> list[int]:
     """Return vLLM's row of a rotated token and head: codes, then the scale with the zero in its last bits."""
     scale = max((max(x) - min(x)) / F32(15), F32(1e-6))
     zero = clamp(round_half_away(-min(x) / scale), 0, 15)
@@ -174,7 +174,7 @@ def int4_token_head(x: Numbers) -> list[int]:
     return [*pack_low_first(codes, 4), bits32(scale)[0] & 0xF0 | zero, *bits32(scale)[1:]]
 
 
-def lmdeploy(x: Numbers, bits: int) -> Any:
+def lmdeploy(x: Floats, bits: int) -> Any:
     """Return LMDeploy's codes, scale and zero; None if all numbers are equal."""
     most = F32(2**bits - 1)
     scale = (max(x) - min(x)) / most
@@ -185,7 +185,7 @@ def lmdeploy(x: Numbers, bits: int) -> Any:
     return codes if bits == 8 else pack_halves(codes), scale, zero
 
 
-def openvino(x: Numbers, bits: int, side: str) -> tuple[list[int], Any, Any]:
+def openvino(x: Floats, bits: int, side: str) -> tuple[list[int], Any, Any]:
     """Return OpenVINO's codes, scale and zero."""
     span, most = max(x) - min(x), 2**bits - 1
     scale = (span * (F32(1) / F32(most)) if side == "key" else span / F32(most)) or F32(1e-4)
@@ -196,7 +196,7 @@ def openvino(x: Numbers, bits: int, side: str) -> tuple[list[int], Any, Any]:
     return packed, scale, zero
 
 
-def mlx_affine(x: Numbers, bits: int) -> tuple[list[int], Any, Any]:
+def mlx_affine(x: Floats, bits: int) -> tuple[list[int], Any, Any]:
     """Return MLX's codes, scale and bias."""
     most = 2**bits - 1
     low_is_larger = abs(min(x)) > abs(max(x))
@@ -208,7 +208,7 @@ def mlx_affine(x: Numbers, bits: int) -> tuple[list[int], Any, Any]:
     return pack_low_first([clamp(round((v - bias) / scale), 0, most) for v in x], bits), scale, bias
 
 
-def kivi(x: Numbers, bits: int) -> tuple[list[int], Any, Any]:
+def kivi(x: Floats, bits: int) -> tuple[list[int], Any, Any]:
     """Return KIVI's codes, scale and minimum."""
     low, scale = min(x), (max(x) - min(x)) / F32(2**bits - 1)
     codes = [clamp(round((v - low) / scale), 0, 2**bits - 1) if scale else 0 for v in x]
@@ -221,7 +221,7 @@ LEVELS = {  # {bits: the levels above 0, for normal numbers}
 }
 
 
-def turbo_key(x: Numbers, bits: int) -> list[int]:
+def turbo_key(x: Floats, bits: int) -> list[int]:
     """Return TurboQuant's row of a key: indices of the levels of its rotated elements, then its length."""
     levels = [F32(v) for v in (*(-level for level in LEVELS[bits][::-1]), *LEVELS[bits])]
     dim, root = len(x), F32(math.sqrt(len(x)))
@@ -235,7 +235,7 @@ def turbo_key(x: Numbers, bits: int) -> list[int]:
     return pack_low_first(codes, bits) + bits16(length)
 
 
-def turbo_value(x: Numbers, bits: int) -> list[int]:
+def turbo_value(x: Floats, bits: int) -> list[int]:
     """Return TurboQuant's row of a value: codes, scale and minimum."""
     low, most = min(x), 2**bits - 1
     scale = max((max(x) - low) / F32(most), F32(1e-8))
@@ -253,7 +253,7 @@ def exponent_ceil(amax: Any, largest: int) -> int:
     return clamp(e + 127, 0, 254)
 
 
-def mx(x: Numbers, code: str, exponent: str, rounding: str = "even") -> tuple[list[int], int]:
+def mx(x: Floats, code: str, exponent: str, rounding: str = "even") -> tuple[list[int], int]:
     """Return (codes in bytes, exponent byte) of an MX block."""
     top, table = max(abs(v) for v in x), TABLES[code]
     if exponent == "floor":
@@ -265,7 +265,7 @@ def mx(x: Numbers, code: str, exponent: str, rounding: str = "even") -> tuple[li
     return codes if code == "e4m3" else pack_low_first(codes, 4), e
 
 
-def nvfp4(x: Numbers, tensor_scale: Any, rounding: str = "even") -> tuple[list[int], int]:
+def nvfp4(x: Floats, tensor_scale: Any, rounding: str = "even") -> tuple[list[int], int]:
     """Return (codes in bytes, scale in E4M3) of an NVFP4 block, with a tensor-wide scale."""
     scale = float_code(max(abs(v) for v in x) / F32(6) / F32(tensor_scale), TABLES["e4m3"])
     unit = F32(TABLES["e4m3"][scale]) * F32(tensor_scale)
@@ -273,7 +273,7 @@ def nvfp4(x: Numbers, tensor_scale: Any, rounding: str = "even") -> tuple[list[i
     return pack_low_first([find(v / unit, TABLES["e2m1"]) if unit else 0 for v in x], 4), scale
 
 
-def ds_mla(x: Numbers) -> list[int]:
+def ds_mla(x: Floats) -> list[int]:
     """Return DeepSeek's row for MLA: 512 codes in four groups, their scales, then 64 bfloat16 numbers."""
     codes: list[int] = []
     scales: list[int] = []

@@ -4,26 +4,23 @@ import math
 from typing import Any
 
 import numpy as np
+from numpy import ndarray as Array
 
 from kvkit.reference.attention import attend_sequence
 from kvkit.reference.formats import TABLES, bfloat16, bits32, float_code
 
 __all__ = ["indexer_scores", "mla_absorb", "mla_append", "mla_attention", "mla_expand", "topk_rows"]
 
-Array = np.ndarray
 # A token in "ds_v4" has 448 codes, 64 bfloat16 numbers, and 8 bytes of scales after all tokens of its block.
 BODY, TOKEN = 576, 584  # bytes of a token without its scales, and with them
-
-
-def bfloat16_of(low: int, high: int) -> float:
-    """Return the bfloat16 number of two bytes, which are the upper half of a float32."""
-    return float(np.array([0, 0, low, high], np.uint8).view(np.float32)[0])
 
 
 def row_of_bytes(codes: Array, scales: list[float], group: int, tail: Array) -> list[float]:
     """Return a row: e4m3 codes times the scale of their group, then bfloat16 numbers."""
     row = [TABLES["e4m3"][code] * scales[i // group] for i, code in enumerate(codes)]
-    return row + [bfloat16_of(int(tail[i]), int(tail[i + 1])) for i in range(0, len(tail), 2)]
+    for i in range(0, len(tail), 2):  # a bfloat16 number is the upper half of a float32
+        row.append(float(np.array([0, 0, tail[i], tail[i + 1]], np.uint8).view(np.float32)[0]))
+    return row
 
 
 def row_at(pool: Array, rope: Any, slot: int, format: str | None) -> Array:

@@ -3,13 +3,12 @@
 from typing import Any
 
 import numpy as np
+from numpy import ndarray as Array
 
 from kvkit.reference.attention import attend_sequence
 from kvkit.reference.positions import rotate_token
 
 __all__ = ["paged_append", "paged_attention", "swap_blocks"]
-
-Array = np.ndarray
 
 
 def tokens_before_heads(pool: Any, layout: str) -> Any:

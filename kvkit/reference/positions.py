@@ -9,10 +9,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from numpy import ndarray as Array
 
 __all__ = ["dynamic_position_index", "dynamic_rotary_position_embedding", "rotary_position_embedding"]
-
-Array = np.ndarray
 
 
 def dynamic_position_index(

@@ -8,13 +8,12 @@ import math
 from typing import Any
 
 import numpy as np
+from numpy import ndarray as Array
 
 __all__ = [
     "causal_conv", "causal_conv_update", "delta_gates", "gated_delta_replay", "gated_delta_rule",
     "gated_delta_step",
 ]  # fmt: skip
-
-Array = np.ndarray
 
 
 def softplus(x: float) -> float:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-FORM = 2  # version of the format of the files
+FILE_VERSION = 2  # version of the format of the files
 DAY = 24 * 3600
 UNUSED = 30 * DAY  # seconds without use after which a file is removed
 FOLDERS, FILES = re.compile("[0-9a-f]{20}"), re.compile(r"[\w-]+\.bin|tmp\w+")

@@ -155,7 +155,12 @@ def load_code(file: Path | None, signature: Any) -> Code | None:
     try:
         name, symbols, library = pickle.loads(payload)
         target = cpu_target.target_context
-        if not are_known(symbols):
+        # LLVM is told the addresses of Numba's runtime. Numba's own initialization does so too, but also
+        # compiles functions that kernels do not call.
+        for helper_name, address_of_helper in _nrt_python.c_helpers.items():
+            if f"NRT_{helper_name}" in symbols:
+                llvm.add_symbol(f"NRT_{helper_name}", address_of_helper)
+        if not all(map(llvm.address_of_symbol, symbols)):
             return None
         code = Code(name, target.codegen().unserialize_library(library), signature)
     except Exception:
@@ -163,37 +168,19 @@ def load_code(file: Path | None, signature: Any) -> Code | None:
     return code if code.address else None
 
 
-def are_known(symbols: list[str]) -> bool:
-    """Tell LLVM the addresses of Numba's runtime, and return whether it finds every symbol.
-
-    Numba's own initialization does so too, but also compiles functions that kernels do not call.
-    """
-    for name, address_of_helper in _nrt_python.c_helpers.items():
-        if f"NRT_{name}" in symbols:
-            llvm.add_symbol(f"NRT_{name}", address_of_helper)
-    return all(map(llvm.address_of_symbol, symbols))
-
-
 def save_code(file: Path | None, module: str, code: Code) -> None:
     """Keep code on disk, unless its source files have changed since they were read."""
     if file and source_digest.digest_of(module, source_digest.read_sources()) == source_digest.digest(module):
         name, kind, (machine_code, bitcode) = code.library.serialize_using_object_code()
-        symbols = external_symbols(llvm.parse_bitcode(bitcode))
-        if numba_068.is_known():
-            bitcode = outline(code.name)
+        module_of_code = llvm.parse_bitcode(bitcode)
+        symbols = [  # that the code imports: LLVM aborts the process if one is missing
+            symbol.name
+            for symbol in (*module_of_code.functions, *module_of_code.global_variables)
+            if symbol.is_declaration and not symbol.name.startswith("llvm.")
+        ]
+        if numba_068.is_known():  # Numba needs no more than a definition of the name to load machine code
+            bitcode = llvm.parse_assembly(f'define void @"{code.name}"() {{ ret void }}').as_bitcode()
         disk_cache.save(file, pickle.dumps((code.name, symbols, (name, kind, (machine_code, bitcode)))))
-
-
-def outline(name: str) -> bytes:
-    """Return bitcode that defines a name only: Numba needs no more to load machine code."""
-    return llvm.parse_assembly(f'define void @"{name}"() {{ ret void }}').as_bitcode()
-
-
-def external_symbols(module: Any) -> list[str]:
-    """Return the symbols that an LLVM module imports. LLVM aborts the process if one is missing."""
-    symbols = [*module.functions, *module.global_variables]
-    names = [symbol.name for symbol in symbols if symbol.is_declaration]
-    return [name for name in names if not name.startswith("llvm.")]
 
 
 @functools.cache
@@ -208,6 +195,6 @@ def fingerprint() -> str:
     """Return a digest of the settings, versions and CPU that machine code depends on."""
     options = "OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "BOUNDSCHECK", "DEBUGINFO_DEFAULT"
     settings = tuple(getattr(numba.config, option) for option in options)
-    versions = disk_cache.FORM, numba.__version__, llvmlite.__version__, np.__version__, sys.version
+    versions = disk_cache.FILE_VERSION, numba.__version__, llvmlite.__version__, np.__version__, sys.version
     target = cpu_target.target_context.codegen().magic_tuple()
     return hashlib.sha256(repr((versions, settings, target)).encode()).hexdigest()[:20]

@@ -59,7 +59,7 @@ class CallLock(LayerLock):  # type: ignore[misc]
     def __enter__(self) -> bool:  # type: ignore[override]
         if forked:
             refuse_after_fork()
-        if not self.reentrant and self.is_owned():
+        if not self.reentrant and self._is_owned():  # type: ignore[attr-defined]
             raise KvkitError(
                 "kvkit: expected one call at a time, got a call inside another of the same thread,"
                 " from a signal handler or a finalizer: note the event there and call kvkit later"

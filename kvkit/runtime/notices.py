@@ -17,11 +17,7 @@ SHOWN: set[str] = set()
 def compiling(function: str, cpu: str) -> None:
     """Print that a function is about to be compiled for a CPU, if that takes long."""
     subject, seconds = SECONDS.get(function, ("", 0))
-    if subject and subject not in SHOWN and is_wanted():
+    wanted = os.environ.get("KVKIT_QUIET") != "1" and sys.stderr is not None and sys.stderr.isatty()
+    if wanted and subject and subject not in SHOWN:
         SHOWN.add(subject)
         print(f"kvkit: compiling {subject} for {cpu}, once, about {seconds} s", file=sys.stderr, flush=True)
-
-
-def is_wanted() -> bool:
-    """Return whether stderr is a terminal that wants notices."""
-    return os.environ.get("KVKIT_QUIET") != "1" and sys.stderr is not None and sys.stderr.isatty()

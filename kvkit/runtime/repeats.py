@@ -27,15 +27,14 @@ import sysconfig
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from kvkit.runtime import lazy_imports, locks
 from kvkit.runtime.arrays import MEMORY, SMALLEST, address
-from kvkit.typed import Array
+from kvkit.typed import Array, Method
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 MOST_CALLS, MOST_BYTES = 64, 2**16  # of a function; of a tensor whose numbers are compared
 CONSTANT, ARRAY, NUMBER = 0, 1, 2  # kinds of arguments; a number is compared with that of a step
 MOST_INT = 2**30  # integers below have one digit
@@ -85,13 +84,6 @@ def method() -> BuiltinDef:
     """Compile `run_again` and return its definition, which lives as long as the process."""
     code = lazy_imports.import_module("kvkit.runtime.run_again").compiled()
     return BuiltinDef(b"run_again", code.address, FASTCALL_KEYWORDS, None)
-
-
-def new_function(table: Array) -> Callable[..., bool]:
-    """Return a built-in function that runs the calls of a table again."""
-    new = ctypes.pythonapi.PyCFunction_NewEx
-    new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p]
-    return cast(Callable[..., bool], new(ctypes.addressof(method()), table, None))
 
 
 def word(value: Any, i: int) -> int:
@@ -276,7 +268,10 @@ class Repeats:
             self._table[1:6] = len(self._alive) - 1, address(locks.BUSY), id(True), id(False), increase
             self._table[0] = len(self._alive)
             if self._function is None:
-                self._function = new_function(self._table)
+                new = ctypes.pythonapi.PyCFunction_NewEx
+                new.argtypes = ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p
+                new.restype = ctypes.py_object
+                self._function = cast(Callable[..., bool], new(ctypes.addressof(method()), self._table, None))
 
 
 def slots_of(arguments: list[tuple[str, Any]], recording: CallNotes) -> list[list[int]] | None:
@@ -370,7 +365,7 @@ def forget_all() -> None:
         repeats.forget()
 
 
-def repeatable(operator: Function) -> Function:
+def repeatable(operator: Method) -> Method:
     """Decorate a function, or a method of an object with `repeats`, so that its calls can run again.
 
     A call that runs a prepared call a second time says so by `note`. The next one is compared with it here.
@@ -390,7 +385,7 @@ def repeatable(operator: Function) -> Function:
         return repeats.record(functools.partial(operator, itself), names[1:], args, keywords)
 
     if names[0] == "self":
-        return cast(Function, call_method)
+        return cast(Method, call_method)
     repeats = Repeats()
 
     @functools.wraps(operator)
@@ -398,4 +393,4 @@ def repeatable(operator: Function) -> Function:
         answer = repeats.again(args, keywords)
         return answer if answer is not None else repeats.record(operator, names, args, keywords)
 
-    return cast(Function, call_function)
+    return cast(Method, call_function)

@@ -35,17 +35,15 @@ def contents_of(source: Any) -> Contents:
         if value is not None:
             given |= arrays_of_object(value) if hasattr(value, "layers") else {name: value}
     lists = {name: value for name, value in given.items() if holds_arrays(value)}
-    arrays = {name: array_of(name, value) for name, value in (given | files.flat(lists)).items()
-              if name not in lists}  # fmt: skip
+    arrays = {}
+    for name, value in (given | files.flat(lists)).items():
+        if name not in lists:
+            try:
+                arrays[name] = np.asarray(as_numpy(value, name))
+            except ValueError:  # such as nested lists of numbers
+                wanted = "an array, or lists of equal length"
+                raise argument_error(name, wanted, describe(value)) from None
     return Contents(arrays, {}, kind="arrays")
-
-
-def array_of(name: str, value: Any) -> np.ndarray:
-    """Convert a value, such as nested lists of numbers, to an array."""
-    try:
-        return np.asarray(as_numpy(value, name))
-    except ValueError:
-        raise argument_error(name, "an array, or lists of equal length", describe(value)) from None
 
 
 def arrays_of_object(cache: Any) -> dict[str, Any]:

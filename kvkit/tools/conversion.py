@@ -38,7 +38,7 @@ from kvkit.tools.source import (
     parse_layout,
     view_of,
 )
-from kvkit.tools.state_order import ORDERS, StateOrder, state_order
+from kvkit.tools.state_order import ORDERS, state_order
 from kvkit.tools.text import size
 
 
@@ -201,7 +201,9 @@ def convert(
     if order is not None:
         source, state_bytes = order.moved(contents_of(source))
         if to_layout is None and format is None:
-            return states_alone(source, target, order, state_bytes, compress)
+            facts = dict(source.arrays), source.description, order.before, state_bytes, False
+            result = Conversion(*facts, states=order.target)
+            return result if target is None else write_conversion(target, result, compress=compress)
     if (to_layout is None) == (format is None):
         got = "neither" if to_layout is None else f"both, {to_layout} and {format}"
         raise argument_error("to_layout", "a layout, or a format instead", got)
@@ -224,7 +226,10 @@ def convert(
         return replace(result, states=states)
     if rotation is not None:
         raise argument_error("rotation", "a format with it, as codes are decoded to undo it", "to_layout")
-    to_layout = with_sides(opened, to_layout)
+    line = parse_layout(to_layout, "to_layout")
+    if len(opened.separate) == 2 and "kv" not in line.names and "h" in line.names:
+        # Keys and values lie apart: the layout is one of two such caches.
+        to_layout = str(Layout(("kv", *line.lists), line.axes, line.value_axes))
     if opened.scales_inside:
         wanted = "a format instead, as channels of a block share scales"
         raise argument_error("to_layout", wanted, to_layout)
@@ -249,16 +254,6 @@ def convert(
     return result if target is None else write_conversion(target, result, compress=compress)
 
 
-def states_alone(
-    contents: Contents, target: str | os.PathLike[str] | None, order: StateOrder, count: int,
-    compress: str | None,
-) -> Conversion:  # fmt: skip
-    """Return, and write to `target`, contents of which only the order of states has changed."""
-    facts = dict(contents.arrays), contents.description, order.before, count, False
-    result = Conversion(*facts, states=order.target)
-    return result if target is None else write_conversion(target, result, compress=compress)
-
-
 def to_new_format(
     source: CacheSource, target: str | os.PathLike[str] | None, format: str, from_format: str | None,
     rotation: str | None, pairs: PairOrder | None, progress: Callable[[int, int], object] | None,
@@ -273,14 +268,6 @@ def to_new_format(
     facts = made.description, str(source.layout or LINE), made.bytes, False, made.before
     result = Conversion(made.arrays, *facts, metadata=made.metadata, notes=source.guess)
     return write_conversion(target, result, compress=compress) if target is not None and to_state else result
-
-
-def with_sides(source: CacheSource, to_layout: str) -> str:
-    """Return a layout of keys or values alone as that of two such caches, if the source has them apart."""
-    line = parse_layout(to_layout, "to_layout")
-    if len(source.separate) != 2 or "kv" in line.names or "h" not in line.names:
-        return to_layout
-    return str(Layout(("kv", *line.lists), line.axes, line.value_axes))
 
 
 def note_on_pages(source: CacheSource, to_layout: str) -> tuple[str, ...]:
@@ -430,19 +417,17 @@ def new_pages(
         return None, block_tables(found[1], other.places_of_tokens) if found else {}
     if found and (kv := source.one_head_view()[0]) is not None and not isinstance(kv.keys[0], tuple):
         check_pages_in_pool(*found, kv.keys[0].shape[0] * kv.keys[0].shape[1])
-    old = found[1] if found else whole_sequences(source)
+    if found:
+        old = found[1]
+    else:  # each b is a sequence of length n
+        sizes = source.axis_sizes
+        if "n" not in sizes:
+            wanted = f"page tables, as '{source.layout}' has no sequence for each b"
+            raise argument_error("tables_from", wanted, "None")
+        old = tables.from_batch([sizes["n"]] * sizes.get("b", 1), sizes["n"])
     count = max(int(old.lengths.max(initial=1)), 1) if isinstance(page_size, str) else page_size
     new = tables.packed(old.lengths, count)
     return (old, new), block_tables(new, other.places_of_tokens if found else {})
-
-
-def whole_sequences(source: CacheSource) -> BlockTable:
-    """Return pages in which each b is a sequence of length n."""
-    sizes = source.axis_sizes
-    if "n" not in sizes:
-        wanted = f"page tables, as '{source.layout}' has no sequence for each b"
-        raise argument_error("tables_from", wanted, "None")
-    return tables.from_batch([sizes["n"]] * sizes.get("b", 1), sizes["n"])
 
 
 def block_tables(pages: BlockTable, places: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

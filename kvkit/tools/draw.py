@@ -73,17 +73,19 @@ def layout(name: str | Layout, *, sizes: Mapping[str, int] | None = None, kind: 
     lines: list[tuple[str, list[svg.Cell]]] = [(title, []), (arrays, [])]
     for side in sides:
         heading = ("keys", "values")[side] if len(sides) > 1 else ""
-        lines += [("", []), *((text, []) for text in stride_table(line, side, drawn, heading)), ("", [])]
+        rows = strides(line, side, drawn)  # in elements
+        wide = max(4, *(len(axis) for axis, _, _ in rows))
+        text = [f"{'axis':{wide}}  length  stride{'  of ' * bool(heading)}{heading}"]
+        text += [f"{axis:{wide}}  {size:6}  {stride:6}" for axis, size, stride in rows]
+        lines += [("", []), *((each, []) for each in text), ("", [])]
         lines += memory(line, side, drawn)
-    return render(title, lines, kind)
-
-
-def stride_table(line: Layout, side: int, sizes: Mapping[str, int], heading: str) -> list[str]:
-    """Return the length and stride, in elements, of each axis."""
-    rows = strides(line, side, sizes)
-    wide = max(4, *(len(axis) for axis, _, _ in rows))
-    text = [f"{'axis':{wide}}  length  stride{'  of ' * bool(heading)}{heading}"]
-    return text + [f"{axis:{wide}}  {size:6}  {stride:6}" for axis, size, stride in rows]
+    if kind == "svg":
+        return svg.picture(title, lines)
+    indent = max(len(label) for label, cells in lines if cells)
+    return "\n".join(
+        f"{label:{indent}} | {' | '.join(cell.text for cell in row)} |".strip() if row else label
+        for label, row in lines
+    )
 
 
 def memory(line: Layout, side: int, sizes: Mapping[str, int]) -> list[tuple[str, list[svg.Cell]]]:
@@ -207,14 +209,3 @@ def check_kind(kind: str) -> None:
     """Check that a drawing is text or SVG."""
     if kind not in ("text", "svg"):
         raise argument_error("kind", "'text' or 'svg'", repr(kind))
-
-
-def render(title: str, lines: list[tuple[str, list[svg.Cell]]], kind: DrawingKind) -> str:
-    """Return lines of boxes as text, or as a picture."""
-    if kind == "svg":
-        return svg.picture(title, lines)
-    indent = max(len(label) for label, cells in lines if cells)
-    return "\n".join(
-        f"{label:{indent}} | {' | '.join(cell.text for cell in row)} |".strip() if row else label
-        for label, row in lines
-    )

@@ -227,14 +227,17 @@ def inspect(source: Source, *, layout: str | None = None, sizes: Mapping[str, in
     """
     found = CacheSource(source, layout, sizes)
     contents, cache, second = found.contents, found.contents.cache, found.sliding
-    arrays = found.arrays.items()
+    arrays, pattern = found.arrays.items(), ""
+    if found.cache is None and not (found.separate or found.saved or "operator" in contents.metadata):
+        pattern = found.pattern_to_give
+    not_understood = f"no array has the name of a cache: give{pattern.removeprefix(', or')}"
     return Inspection(
         kind_of(contents),
         [InspectedArray(name, array.dtype.name, array.shape, array.nbytes) for name, array in arrays],
         contents.description,
         {name: value for name, value in contents.metadata.items() if name not in SHOWN_ELSEWHERE},
         (*found.notes, *found.unread(READ_BESIDE, [*filter(kind_of_state, found.arrays)]),
-         *not_understood(found)),
+         *([not_understood] if pattern else [])),
         states=find_states(found.arrays), values=values_of(found, layer, row),
         fits=[] if found.layout or cache is None else fitting_layouts(cache, stats),
         **facts_of(found, stats, advance),
@@ -242,15 +245,6 @@ def inspect(source: Source, *, layout: str | None = None, sizes: Mapping[str, in
             "layers with a window", [], second.contents.description, **facts_of(second, stats, advance)
         ),
     )  # fmt: skip
-
-
-def not_understood(source: CacheSource) -> tuple[str, ...]:
-    """Return a note on arrays whose names share a pattern, where no name tells a cache; () otherwise."""
-    known = (
-        source.cache is not None or source.separate or source.saved or "operator" in source.contents.metadata
-    )
-    pattern = "" if known else source.pattern_to_give
-    return (f"no array has the name of a cache: give{pattern.removeprefix(', or')}",) if pattern else ()
 
 
 def values_of(source: CacheSource, layer: int | None, row: int | None) -> list[RowValues]:

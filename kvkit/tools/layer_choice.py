@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,17 +17,6 @@ from kvkit.tools.names import LAYER, SIDES
 from kvkit.tools.source import SLIDING, CacheSource, in_file, leaves, name_in_second
 
 
-def chosen_layers(text: str, known: Sequence[int]) -> list[int]:
-    """Return the numbers among `known` that a text such as 0,2,4: or 1::2 chooses, ascending."""
-    chosen = parse_layers(text, known, None)
-    for number in chosen:
-        if number not in known:
-            raise argument_error("layers", f"numbers among {brief(list(known))}", number)
-    if not chosen:
-        raise argument_error("layers", f"some of {brief(list(known))}", brief(text))
-    return sorted(set(chosen))
-
-
 def choose_layers(source: CacheSource, text: str) -> Contents:
     """Return the contents of a source with only some of its layers; layers keep their numbers."""
     if source.saved and source.contents.cache is None:
@@ -36,7 +24,13 @@ def choose_layers(source: CacheSource, text: str) -> Contents:
     numbers = {name: layer_numbers(each) for name, each in source.caches.items()}
     if len(numbers) > 1 and source.layer_numbers is None:  # the second cache's layers follow
         numbers[SLIDING] = [number + len(numbers[CACHE]) for number in numbers[SLIDING]]
-    chosen = chosen_layers(text, sorted(set().union(*numbers.values())))
+    known = sorted(set().union(*numbers.values()))
+    chosen = parse_layers(text, known, None)
+    for number in chosen:
+        if number not in known:
+            raise argument_error("layers", f"numbers among {brief(known)}", number)
+    if not chosen:
+        raise argument_error("layers", f"some of {brief(known)}", brief(text))
     parts = [
         with_layers(each, [i for i in numbers[name] if i in chosen], numbers[name])
         for name, each in source.caches.items()

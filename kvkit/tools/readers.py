@@ -155,10 +155,25 @@ def open_cache(
     ('q8_0', (2, 2, 64))
     """
     if not isinstance(source, (CacheSource, files.Contents, Mapping)) and is_own(source):
-        return open_cache_object(source)
+        if not len(source.layers) or not source.layers[0].batch_size:
+            raise argument_error("source", "a cache that has tokens", "an empty cache")
+        arguments = [layer._describe() for layer in source.layers if hasattr(layer, "_describe")]
+        format = format_of_layers(arguments) if arguments else format_of_paged(source._describe())
+        kind, count = type(source).__name__, len(source.layers)
+        return CacheReader(kind, count, lambda i: open_states(i, source.layers[i]), format)
     opened = source if isinstance(source, CacheSource) else CacheSource(source, layout, sizes)
     if opened.cache is None and (latent := nested(opened.arrays, "latent")) is not None:
-        name, arrays = opened.name, latent_cache(opened.arrays, latent)
+        # [layers, tokens, dim] or a list of layers: a cache of one sequence
+        of_layers = [each[:, 0] if each.ndim == 3 and each.shape[1] == 1 else each for each in latent]
+        for each in of_layers:
+            if each.ndim != 2:
+                wanted = "[layers, tokens, dim], or a list of [tokens, dim]"
+                raise argument_error("latent", wanted, describe(each))
+        name = opened.name
+        arrays: dict[str, Any] = {
+            each: x for each, x in opened.arrays.items() if each.partition(".")[0] != "latent"
+        }
+        arrays |= {"cache": [each[None] for each in of_layers]}
         opened = CacheSource(arrays, layout or LATENT_LINE, sizes)
         opened.name = name
     first, *others = [open_one(each, from_format, rotation) for each in opened.caches.values()]
@@ -192,30 +207,10 @@ def join_readers(first: CacheReader, second: CacheReader) -> CacheReader:
     return CacheReader(first.name, count, layer, format, tuple(notes), numbers, first.mask)
 
 
-def latent_cache(arrays: Mapping[str, Any], layers: Any) -> dict[str, Any]:
-    """Describe latent rows, [layers, tokens, dim] or a list of layers, as a cache of one sequence."""
-    rows = [layer[:, 0] if layer.ndim == 3 and layer.shape[1] == 1 else layer for layer in layers]
-    for row in rows:
-        if row.ndim != 2:
-            raise argument_error("latent", "[layers, tokens, dim], or a list of [tokens, dim]", describe(row))
-    others = {name: array for name, array in arrays.items() if name.partition(".")[0] != "latent"}
-    return others | {"cache": [row[None] for row in rows]}
-
-
 def is_own(source: Any) -> bool:
     """Return whether a source is a cache object of kvkit."""
     layers = getattr(source, "layers", None)
     return layers is not None and all(hasattr(layer, "_stored") for layer in layers)
-
-
-def open_cache_object(cache: Any) -> CacheReader:
-    """Open a cache object of kvkit."""
-    if not len(cache.layers) or not cache.layers[0].batch_size:
-        raise argument_error("source", "a cache that has tokens", "an empty cache")
-    arguments = [layer._describe() for layer in cache.layers if hasattr(layer, "_describe")]
-    format = format_of_layers(arguments) if arguments else format_of_paged(cache._describe())
-    count = len(cache.layers)
-    return CacheReader(type(cache).__name__, count, lambda i: open_states(i, cache.layers[i]), format)
 
 
 def open_saved(source: CacheSource, about: list[Any]) -> CacheReader:

@@ -58,7 +58,14 @@ def recode(
     for name, cache in source.caches.items():
         layers = []
         for i in range(readers[name].count):
-            layer = layer_to_code(readers[name].layer(i), cache, pairs)
+            layer = readers[name].layer(i)
+            layer = replace(layer, starts=layer.starts[: 1 + (cache.paged.get("rows") or len(layer.starts))])
+            lengths = np.diff(layer.starts).tolist()
+            if not lengths or 0 in lengths:
+                got = ", ".join(map(str, lengths)) or "none"
+                raise argument_error("source", "sequences that all have tokens", got)
+            if pairs is not None:
+                layer = replace(layer, key=pairs.reordered(layer.key))
             # Formats of latent rows have an uncoded rotary tail. Others encode keys and values apart.
             latent = layer.value_dim is not None and (floats or forms[0].format.tail > 0)
             with nullcontext() if target is None else name_in_errors(target):
@@ -86,16 +93,6 @@ def recode(
         files.write(target, new_arrays, described[CACHE], metadata=metadata, compress=compress)
         new_arrays = {}
     return Recoded(new_arrays, described[CACHE], metadata, before, size)
-
-
-def layer_to_code(layer: LayerReader, source: CacheSource, pairs: PairOrder | None) -> LayerReader:
-    """Return a layer whose keys have the wanted order of elements; raise if a sequence has no tokens."""
-    layer = replace(layer, starts=layer.starts[: 1 + (source.paged.get("rows") or len(layer.starts))])
-    lengths = np.diff(layer.starts).tolist()
-    if not lengths or 0 in lengths:
-        got = ", ".join(map(str, lengths)) or "none"
-        raise argument_error("source", "sequences that all have tokens", got)
-    return layer if pairs is None else replace(layer, key=pairs.reordered(layer.key))
 
 
 def lengths_of(layer: LayerReader) -> set[int]:

@@ -36,16 +36,6 @@ class Cell:
     title: str = ""  # the tooltip
 
 
-def hues(count: int) -> str:
-    """Return the CSS rules with colours for `count` sequences, as different as possible."""
-    angles = [round(i * 137.508 + 210) % 360 for i in range(count)]  # the golden angle
-    light, dark = (
-        "".join(f".kvkit .s{i}{{fill:hsl({angle} {mode[0]}% {mode[1]}%)}}" for i, angle in enumerate(angles))
-        for mode in (LIGHT, DARK)
-    )
-    return f"{light}\n@media (prefers-color-scheme:dark){{{dark}}}\n"
-
-
 def picture(title: str, rows: Iterable[tuple[str, list[Cell]]], sequences: int = 0) -> str:
     """Draw rows (label, cells) as a picture; a row without cells is a line of text."""
     rows = list(rows)
@@ -53,11 +43,18 @@ def picture(title: str, rows: Iterable[tuple[str, list[Cell]]], sequences: int =
     widths = [indent + sum(cell.width for cell in cells) if cells else len(label) for label, cells in rows]
     width = max(widths, default=0) * CHARACTER + 2 * MARGIN
     height = len(rows) * HEIGHT + 2 * MARGIN
+    # The colours of sequences are as different as possible.
+    angles = [round(i * 137.508 + 210) % 360 for i in range(sequences)]  # the golden angle
+    light, dark = (
+        "".join(f".kvkit .s{i}{{fill:hsl({angle} {mode[0]}% {mode[1]}%)}}" for i, angle in enumerate(angles))
+        for mode in (LIGHT, DARK)
+    )
+    hues = f"{light}\n@media (prefers-color-scheme:dark){{{dark}}}\n"
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="kvkit" viewBox="0 0 {width:.0f} {height}" '
         f'width="{width:.0f}" height="{height}" role="img">',
         f"<title>{words(title)}</title>",
-        f"<style>{STYLE}{hues(sequences)}</style>",
+        f"<style>{STYLE}{hues}</style>",
         '<rect class="none" width="100%" height="100%"/>',
     ]
     for i, (label, cells) in enumerate(rows):

@@ -31,7 +31,7 @@ from kvkit_cuda.attention.fragments import EVERYONE, LOWEST, STRIP, Softmax
 from kvkit_cuda.attention.params import Reach, with_short_divisors
 from kvkit_cuda.attention.prefill import LN2, LOG2E, MOST_SPLITS, SIGNATURE
 from kvkit_cuda.attention.work_items import StepTables, within_split
-from kvkit_cuda.calls.tables import Tables
+from kvkit_cuda.calls.tables import DeviceTables
 from kvkit_cuda.copy import chunks
 from kvkit_cuda.copy.transfer import WARP
 from kvkit_cuda.device_runtime import device, memory, ptx
@@ -517,7 +517,9 @@ def suits(record: Any, context: records.Context, reach: Reach, most_rows: int) -
     )
 
 
-def prepare(record: Any, context: records.Context, tables: Tables, most_rows: int, stream: object) -> list:
+def prepare(
+    record: Any, context: records.Context, tables: DeviceTables, most_rows: int, stream: object
+) -> list:
     """Return the launches: of the kernel, and of the merge if contexts are split."""
     kind = form(context.data_dtype, context.dim, context.value_dim, most_rows, device.shared_memory())
     assert kind is not None

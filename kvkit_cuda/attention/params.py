@@ -54,7 +54,7 @@ class Reach(NamedTuple):
 
 
 def reach(tables: Any, rows: int) -> Reach:
-    """Return the bounds of `Tables` over a cache of `rows` rows; no page has more rows than the cache."""
+    """Return the bounds of `DeviceTables` over a cache of `rows` rows. No page has more rows than it."""
     return Reach(rows, tables.most_pages * min(tables.steps.page_size, rows))
 
 
@@ -65,7 +65,9 @@ def attention_params(
     """Return the record of a checked call whose arrays are on the device."""
     keys, values = context.sides
     fields = place_fields("key", keys) | place_fields("value", values)
-    fields |= scale_fields(keys, values, context.group or context.dim)
+    fields |= {name: getattr(keys, name) for name in ("scale_sequence", "scale_row", "scale_head")}  # of both
+    fields |= {"key_scales": keys.scales, "value_scales": values.scales}
+    fields |= {"scale_group": context.group or context.dim}
     fields |= row_fields("query", query) | row_fields("out", out)
     fields |= row_fields("lse", lse[..., None]) if lse is not None else {}
     fields |= scoring_fields(weights) | dict(zip(GROUPS["masks"].split(), weights.mask, strict=True))
@@ -84,12 +86,6 @@ def place_fields(name: str, side: Side) -> dict[str, int]:
     """Return the address and strides of keys or values."""
     strides = {f"{name}_{axis}": getattr(side, axis) for axis in ("sequence", "row", "head")}
     return {f"{name}s": side.address} | strides
-
-
-def scale_fields(keys: Side, values: Side, group: int) -> dict[str, int]:
-    """Return the addresses of scales and their strides, which keys and values share."""
-    strides = {name: getattr(keys, name) for name in ("scale_sequence", "scale_row", "scale_head")}
-    return {"key_scales": keys.scales, "value_scales": values.scales, "scale_group": group} | strides
 
 
 def scale_places(params: Any) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from kvkit.checks.records import Context, Side, StepIndex
 from kvkit.formats import BY_NAME
 from kvkit.layouts.tables import starts_of
 from kvkit_cuda.calls import arrays, attention
-from kvkit_cuda.calls.tables import Tables
+from kvkit_cuda.calls.tables import DeviceTables
 from kvkit_cuda.copy import pieces, transfer
 
 GROUP, SCALE_BYTES = 128, 4  # in rows of 656 bytes: codes that share a scale, bytes of a scale
@@ -64,7 +64,7 @@ def attend(placed):
 
 def attend_whole(placed, whole, out, lse):
     """Return the launches of attention to pages."""
-    tables = Tables(whole.steps, lasting=False)
+    tables = DeviceTables(whole.steps, lasting=False)
     placed.owners.append(tables)
     given = whole.decoding, whole.weights, whole.steps.rows, placed.stream
     return attention.prepare(whole.query, out, lse, whole.context, tables, *given)
@@ -115,7 +115,7 @@ def decoded(placed, pool, slots, target):
         seqstarts=ends, kvstarts=ends, start_pos=zero, load_starts=zero, table=row_ids[None], page_size=1,
         tokens=count, context=count, rows=0,
     )  # fmt: skip
-    tables = Tables(steps, lasting=False)
+    tables = DeviceTables(steps, lasting=False)
     placed.owners.append(tables)
     coded, tail = pool.dim - pool.format.tail, pool.format.tail
     scales = rows.ctypes.data + coded

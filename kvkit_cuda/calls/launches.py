@@ -10,7 +10,7 @@ from kvkit.checks.ascend import blocks, tensors
 from kvkit_cuda.attention import merge, params
 from kvkit_cuda.calls import arrays, attention, paged
 from kvkit_cuda.calls.steps import PlannedPages, PlannedStep
-from kvkit_cuda.calls.tables import Tables, angle_bits
+from kvkit_cuda.calls.tables import DeviceTables, angle_bits
 from kvkit_cuda.copy import means, pieces, transfer
 from kvkit_cuda.device_runtime import host
 from kvkit_cuda.positions import alibi, angles, index, rotary
@@ -43,7 +43,7 @@ class DeviceCall:
         """Return the tables of the call's step on the device."""
         if self.step:
             return self.step.of(self.call).tables
-        self.owners.append(Tables(self.call.steps, lasting=False))
+        self.owners.append(DeviceTables(self.call.steps, lasting=False))
         return self.owners[-1]
 
 

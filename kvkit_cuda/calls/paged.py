@@ -9,7 +9,7 @@ import numpy as np
 from kvkit.checks.ascend import attention as checked
 from kvkit_cuda.attention import bias
 from kvkit_cuda.calls import arrays, attention
-from kvkit_cuda.calls.tables import Tables
+from kvkit_cuda.calls.tables import DeviceTables
 from kvkit_cuda.copy import pieces
 
 
@@ -37,7 +37,7 @@ def prepare(call, outputs, owners, stream):
             move(target.reshape(1, *rows.shape), rows[None], after)
         targets.append(target.reshape(*contexts, *array.shape[2:]))
     out, lse = targets[0], targets[1] if len(targets) > 1 else None
-    tables, weights = Tables(call.steps, lasting=False), call.weights
+    tables, weights = DeviceTables(call.steps, lasting=False), call.weights
     owners.append(tables)
     if call.row_bias is not None:
         offsets, blocks = call.row_bias

@@ -13,7 +13,7 @@ from kvkit.checks import index_tensors
 from kvkit.checks.index_tensors import INT64_MAX
 from kvkit.formulas.index import filled_rows, overlapping_run, page_of, rows_inside
 from kvkit.runtime.jit import shared
-from kvkit_cuda.calls.tables import Tables
+from kvkit_cuda.calls.tables import DeviceTables
 from kvkit_cuda.device_runtime import device, host, memory
 
 COPY_THREADS, SCAN_THREADS = 256, 1024  # of a block; the scan has one block
@@ -37,7 +37,7 @@ def copy(size):
         return np.int64(integer(low))
 
     def copy(place, row_step, column_step, rows, table):
-        """Copy the `rows` rows of entries at `place`, with byte strides, to a table of `Tables`."""
+        """Copy the `rows` rows of entries at `place`, with byte strides, to a table of `DeviceTables`."""
         columns = table.shape[0] // rows - 1
         for i in range(cuda.grid(1), rows * columns, cuda.gridsize(1)):
             b = i // columns
@@ -143,7 +143,7 @@ def device_tables(step, checked, stream, lasting):
     blocks = min(-(-given.size // COPY_THREADS), host.most_blocks())
     arguments = given.ctypes.data, *given.strides, len(given), there
     host.launch(compiled_copy(given.itemsize), (blocks,), COPY_THREADS, stream, arguments)
-    tables = Tables(step._replace(table=PageTable(there, given.shape)), lasting, table=there)
+    tables = DeviceTables(step._replace(table=PageTable(there, given.shape)), lasting, table=there)
     if checked:
         tables.steps = tables.steps._replace(rows=rows_in_use(tables, runs, stream))
     tables.write(stream)

@@ -13,7 +13,7 @@ from kvkit.checks.values import flag, integer
 from kvkit.errors import argument_error
 from kvkit_cuda.calls import arrays, scan
 from kvkit_cuda.calls.prepared import PreparedCalls
-from kvkit_cuda.calls.tables import Tables, page_counts
+from kvkit_cuda.calls.tables import DeviceTables, page_counts
 from kvkit_cuda.device_runtime import host
 
 
@@ -22,7 +22,7 @@ class PlannedStep:
     """A checked step of packed sequences."""
 
     sequences: index_tensors.Packed
-    by_device: dict[int, Tables]  # a device gets its tables when it first needs them
+    by_device: dict[int, DeviceTables]  # a device gets its tables when it first needs them
     calls: PreparedCalls = field(default_factory=PreparedCalls)
 
     @property
@@ -31,7 +31,7 @@ class PlannedStep:
         device = host.current()
         if device not in self.by_device:
             steps, lasting = self.sequences.steps, all(tables.lasting for tables in self.by_device.values())
-            self.by_device[device] = Tables(steps._replace(table=np.asarray(steps.table)), lasting)
+            self.by_device[device] = DeviceTables(steps._replace(table=np.asarray(steps.table)), lasting)
         return self.by_device[device]
 
     def of(self, call):
@@ -171,7 +171,7 @@ def planned(arguments: StepArguments, stream, *, named=False, check=True, into=N
     if stays:
         tables = scan.device_tables(step, checked, stream, lasting)
     else:
-        tables = Tables(index_tensors.check_step(step) if checked else step, lasting)
+        tables = DeviceTables(index_tensors.check_step(step) if checked else step, lasting)
     decoding = integer("decoding_batches", arguments.decoding_batches, 0, len(step.start_pos))
     planned_step = PlannedStep(index_tensors.Packed(tables.steps, decoding), {host.current(): tables})
     return planned_step if earlier is None else earlier.follow(planned_step, stream, named)

@@ -19,7 +19,7 @@ MOST_SPLITS = 1024  # of a call, if its kernel takes as many
 LEAST_SPLIT = 256  # tokens of the shortest split
 
 
-class Tables:
+class DeviceTables:
     """The tables of a step by name, which are copied to a device once, in one transfer.
 
     Lasting tables serve calls on any stream, others only the stream that they were copied on. Another step of

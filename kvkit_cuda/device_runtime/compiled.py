@@ -69,7 +69,13 @@ def fingerprint():
     import numba_cuda
     from cuda.bindings import nvjitlink
 
-    versions = disk_cache.FORM, numba.__version__, numba_cuda.__version__, np.__version__, nvjitlink.version()
+    versions = (
+        disk_cache.FILE_VERSION,
+        numba.__version__,
+        numba_cuda.__version__,
+        np.__version__,
+        nvjitlink.version(),
+    )
     return hashlib.sha256(repr((versions, *map(library, LIBRARIES))).encode()).hexdigest()[:20]
 
 

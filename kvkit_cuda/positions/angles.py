@@ -88,7 +88,14 @@ def table(call, stream):
         stops, rows = np.unique(np.where(stops > longest, stops, 0), return_inverse=True)
         found = cpu.positions.rotary.frequencies(theta, call.rotated, stops, longest, factor)
         if not are_small(starts, first, found[rows], divisor):
-            return host.upload(table_on_host(call, tokens), stream), *host.tables((starts,), stream), nothing
+            # The host computes the table [tokens, 1, 2 * pairs], by rotating (1, 0).
+            ones = np.zeros((tokens, 1, call.rotated), np.float32)
+            ones[..., ::2] = 1
+            turned = np.empty_like(ones)
+            moves = (ones, turned), (ones[:, :0], turned[:, :0])
+            of_host = "float32", moves, starts, first, call.rotated, True, False, None, call.scaling
+            cpu.launches.start(cpu.positions.rotary.prepare_rotary(*of_host))
+            return host.upload(turned, stream), *host.tables((starts,), stream), nothing
         tables = host.tables((starts, first, rows, found.view(np.uint32).astype(np.int64)), stream)
         kernel, arguments = compute_table, (*tables, divisor)
     numbers = host.empty(tokens * pairs * PAIR, np.uint8, stream)
@@ -96,17 +103,6 @@ def table(call, stream):
     arguments = *arguments, host.address(numbers)
     launch = host.Launch(compiled(kernel), (blocks, 1), (THREADS, 1), stream, arguments)
     return numbers, tables[0], launch
-
-
-def table_on_host(call, tokens):
-    """Compute the table [tokens, 1, 2 * pairs] on the host, by rotating (1, 0)."""
-    ones = np.zeros((tokens, 1, call.rotated), np.float32)
-    ones[..., ::2] = 1
-    table = np.empty_like(ones)
-    moves = (ones, table), (ones[:, :0], table[:, :0])
-    call_of = "float32", moves, call.starts, call.first, call.rotated, True, False, None, call.scaling
-    cpu.launches.start(cpu.positions.rotary.prepare_rotary(*call_of))
-    return table
 
 
 def nothing():

@@ -12,7 +12,6 @@ from verbs import kvkit as run
 
 from kvkit import files
 from kvkit.cache import DynamicCache, PagedCache
-from kvkit.layouts import tables
 from kvkit.tools.source import CacheSource
 
 LAYERS, HEADS, TOKENS, DIM = 2, 3, 21, 8
@@ -193,9 +192,8 @@ def test_cells_of_llama_cpp_become_pages(tmp_path, rng):
 def test_tables_in_a_file_of_their_own(tmp_path, rng):
     pool = [rng.standard_normal((6, 4, 2, 16)).astype(np.float32)]
     files.write(tmp_path / "pool.safetensors", pool, files.Description("vllm-lbnhc"))
-    parts = tables.to_csr(tables.from_blocks([[5, 2], [3, -1]], [7, 2], 4))
-    names = dict(zip(("kv_indptr", "kv_indices", "kv_last_page_len"), parts, strict=True))
-    files.write(tmp_path / "tables.npz", {**names, "page_size": np.array(4)})
+    numbers = {"kv_indptr": [0, 2, 3], "kv_indices": [5, 2, 3], "kv_last_page_len": [3, 2], "page_size": 4}
+    files.write(tmp_path / "tables.npz", {name: np.array(each) for name, each in numbers.items()})
     code, _, err = run(
         "convert", tmp_path / "pool.safetensors", tmp_path / "out.npz", "--to", "hf", "--tables",
         tmp_path / "tables.npz", "--page-size", "longest",

@@ -170,8 +170,13 @@ class LayerAttention:
         """Attend to all pieces in one launch. The kernels see each piece as a sequence of its own."""
         (batch, new, heads, _), place, last = query.shape, NO_MASK, pieces[-1]
         if mask is not None:
-            mask = split_mask(mask, pieces, batch)
-            place = masks.static_mask(FLOAT32, mask, len(mask), heads, new, mask.shape[3])
+            longest = max(end - begin for begin, end, _ in pieces)
+            shape = len(pieces), batch, *mask.shape[1:3], longest
+            of_pieces = np.zeros(shape, mask.dtype)
+            for own, (begin, end, _) in zip(of_pieces, pieces, strict=True):
+                own[..., : end - begin] = mask[..., begin:end]
+            mask = of_pieces.reshape(-1, *shape[2:])
+            place = masks.static_mask(FLOAT32, mask, len(mask), heads, new, longest)
         out = np.empty((batch, new, heads, layer.store.geometry.value_dim), np.float32)
         lse = np.empty((batch, new, heads), np.float32)
         fixed = id(layer.rope), *pieces[:-1], last.begin, last.shift  # only the end of the last may grow
@@ -238,16 +243,6 @@ def attend_piece(
         weights = attention.checked_weights(query, place, scoring._replace(is_causal=causal, window=window))
         calls.keep(form, prepare_rows(layer, refit, FLOAT32, arrays, weights))
     return out, lse
-
-
-def split_mask(mask: Array, pieces: list[Piece], batch: int) -> Array:
-    """Split a mask of all rows into one for each piece and row of the batch, [pieces * B, .., longest]."""
-    longest = max(end - begin for begin, end, _ in pieces)
-    shape = len(pieces), batch, *mask.shape[1:3], longest
-    masks_of_pieces = np.zeros(shape, mask.dtype)
-    for own, (begin, end, _) in zip(masks_of_pieces, pieces, strict=True):
-        own[..., : end - begin] = mask[..., begin:end]
-    return masks_of_pieces.reshape(-1, *shape[2:])
 
 
 def hidden_from(mask: Array, visible: Array) -> Array:

@@ -16,7 +16,7 @@ from kvkit.formats.schemes import formats_named
 
 SCHEME_OF = {"pmx": "sym", "kvkit_minimum": "asym", "kivi": "asym"}  # {`Format.rule`: the scheme of codes}
 AXIS_OF = {"group": "token", "channel": "channel"}  # {`Format.per`: along which axis a group lies}
-CELLS = "float16", "float32"
+PARAM_DTYPES = "float16", "float32"
 WANTED = (
     f"int8, int4, int2, uint8, uint4, uint2 (:g32, :channel, :float32), kivi4, kivi2, {', '.join(STORED)} "
     "(e4m3:g32), perhaps with +hadamard, which attention reads in place (`kvkit study` shows what other "
@@ -143,25 +143,25 @@ def code_spec(text: Any, is_value: bool, scale: Any = None) -> CodeSpec:
     rotation_named(turned)
     element = STORED.get(name)
     if scale is not None:
-        check_scale(scale, element is not None and element.minifloat)
+        scales = scale if isinstance(scale, tuple) else (scale,)
+        for number in scales or (0,):  # no scales at all are as wrong as a scale of 0
+            if not finite_number("scale", number) > 0:
+                raise argument_error("scale", "numbers above 0", repr(scale))
+        if element is None or not element.minifloat:
+            raise argument_error("scale", "None, because codes have computed scales", repr(scale))
     if element is not None and element.minifloat and side.per in ("", "group"):
         scale = 1.0 if scale is None and not side.per else scale
         return CodeSpec(format=name, group=side.group, param_dtype=cell, scale=scale, rotation=turned)
     if element is not None and element.block:
         return CodeSpec(format=name, rotation=turned)
-    known = side.rule in SCHEME_OF and side.per in AXIS_OF and side.code.bits in (8, 4, 2) and cell in CELLS
-    if not known or not side.group:
+    known = (
+        side.rule in SCHEME_OF
+        and side.per in AXIS_OF
+        and side.code.bits in (8, 4, 2)
+        and cell in PARAM_DTYPES
+    )
+    if not known or cell not in PARAM_DTYPES or not side.group:
         raise argument_error("format", WANTED, repr(text))
     return CodeSpec(
         side.code.bits, SCHEME_OF[side.rule], AXIS_OF[side.per], side.group, cell, rotation=turned
     )
-
-
-def check_scale(scale: Any, has_constant: bool) -> None:
-    """Check the constant scale of a format that may have one."""
-    scales = scale if isinstance(scale, tuple) else (scale,)
-    for number in scales or (0,):  # no scales at all are as wrong as a scale of 0
-        if not finite_number("scale", number) > 0:
-            raise argument_error("scale", "numbers above 0", repr(scale))
-    if not has_constant:
-        raise argument_error("scale", "None, because codes have computed scales", repr(scale))

@@ -23,10 +23,10 @@ from kvkit.checks.values import flag, integer
 from kvkit.errors import argument_error, describe
 from kvkit.typed import Array, States
 
-Side = str | QuantSpec | CodeSpec | None  # how keys or values are stored; files have a `CodeSpec`
+SideSpec = str | QuantSpec | CodeSpec | None  # how keys or values are stored; files have a `CodeSpec`
 
 
-def side_spec(format: Any, name: str, given: Side) -> CodeSpec:
+def side_spec(format: Any, name: str, given: SideSpec) -> CodeSpec:
     """Return how a side, "key" or "value", is stored: as given, or else by the format of both."""
     spec = format if given is None else given
     if isinstance(spec, CodeSpec):
@@ -89,8 +89,8 @@ class QuantizedLayer(Layer):
         self,
         format: str = "kivi4",
         *,
-        key: Side = None,
-        value: Side = None,
+        key: SideSpec = None,
+        value: SideSpec = None,
         residual_length: int = 128,
         sink: int = 4,
         read_back: bool = False,

@@ -16,7 +16,6 @@ from kvkit.checks.values import choice, float_format, integer, text
 from kvkit.errors import argument_error, describe
 from kvkit.formats.elements import FLOATS, QUANTIZED, STORED
 from kvkit.formats.known import ALIASES
-from kvkit.layouts import Layout
 from kvkit.layouts.pmx import DYNAMIC
 from kvkit.rope import NO_ROTATION
 from kvkit.typed import Array, Pair
@@ -124,7 +123,11 @@ class PagedStore:
         self.addresses = [{"cache": side.address, "scale": side.scales} for side in sides]
         arrays: list[Any] = [self.cache, self.scale] if self.computes_scales else [self.cache]
         layout = DYNAMIC[self.arguments.cache_layout]
-        self.blocks = [view_blocks(array, layout, self.page_size) for array in arrays]
+        row, self.blocks = layout.at["n"], []  # [layer, key|value, block, row, head, dim]
+        axes = [*layout.axes[:row], "block", *layout.axes[row:]]
+        for array in arrays:
+            split = array.reshape(*array.shape[:row], -1, self.page_size, *array.shape[row + 1 :])
+            self.blocks.append(split.transpose([axes.index(axis) for axis in BLOCK_AXES]))
 
     def _place(self, layer_idx: int) -> Context:
         """Return where the keys and values of a layer are in the arrays."""
@@ -223,11 +226,3 @@ def check_scales(scale: Any, layers: int, heads: int) -> Array:
     if not (np.isfinite(scales) & (scales > 0)).all():
         raise argument_error("scale", "finite numbers above 0", describe(scale))
     return scales
-
-
-def view_blocks(array: Array, layout: Layout, page_size: int) -> Array:
-    """View a cache or scale as blocks: [layer, key|value, block, row, head, dim]."""
-    row = layout.at["n"]
-    axes = [*layout.axes[:row], "block", *layout.axes[row:]]
-    split = array.reshape(*array.shape[:row], -1, page_size, *array.shape[row + 1 :])
-    return split.transpose([axes.index(axis) for axis in BLOCK_AXES])

@@ -16,7 +16,7 @@ from kvkit.formats.elements import E4M3
 from kvkit.typed import Array
 
 PAGE = 64  # rows of a block
-LARGEST = 448.0  # the largest number of float8_e4m3fn, the code of an index key's largest element
+LARGEST_E4M3 = 448.0  # the largest number of float8_e4m3fn, the code of an index key's largest element
 
 
 class CompressedForm(NamedTuple):
@@ -163,7 +163,7 @@ class IndexKeys:
             self.keys[:, rows] = keys
             return
         largest = np.abs(keys).max(axis=2)
-        scales = np.where(largest > 0, largest, LARGEST) / np.float32(LARGEST)
+        scales = np.where(largest > 0, largest, LARGEST_E4M3) / np.float32(LARGEST_E4M3)
         self.scales[:, rows] = scales
         self.keys[:, rows] = keys / scales[..., None]
 

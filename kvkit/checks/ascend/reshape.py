@@ -13,7 +13,7 @@ from kvkit.checks.index_tensors import index
 from kvkit.checks.pools import plain_pieces
 from kvkit.checks.values import DATA, check_not_empty, checked_format, choice, text
 from kvkit.errors import argument_error, describe
-from kvkit.formats import BY_DTYPE, INT8, Element
+from kvkit.formats import BY_DTYPE, INT8
 from kvkit.operators.compression import NEEDED, CompressType
 from kvkit.typed import Array
 
@@ -96,7 +96,12 @@ def cache_views(given: Sequence[TokensAndCache], mode: CompressType, cache_forma
                 raise argument_error(name, "floats, because KVHEAD_ROPE stores means", fmt)
             want = 1, dim
         elif cache_format == "NZ":
-            want = token_groups(name, array, fmt)
+            _, heads, dim = array.shape
+            size = tensors.fractal(fmt)
+            if heads * dim % size:
+                wanted = f"num_head * head size to be a multiple of {size}, for NZ of {fmt}"
+                raise argument_error(name, wanted, heads * dim)
+            want = heads * dim // size, size  # groups, and elements of a group
         else:
             want = array.shape[1:]
         if view.shape[2:] != want:
@@ -106,16 +111,6 @@ def cache_views(given: Sequence[TokensAndCache], mode: CompressType, cache_forma
         formats.append(fmt)
     tensors.same_types(formats, cache_format, [each.name for each in given])
     return caches
-
-
-def token_groups(name: str, array: Array, fmt: Element) -> tuple[int, int]:
-    """Return (groups, elements of a group) of a token's row in NZ."""
-    _, heads, dim = array.shape
-    size = tensors.fractal(fmt)
-    if heads * dim % size:
-        wanted = f"num_head * head size to be a multiple of {size}, for NZ of {fmt}"
-        raise argument_error(name, wanted, heads * dim)
-    return heads * dim // size, size
 
 
 def compressed_pieces(call: BlockStore, mode: CompressType, capacity: int) -> Array:

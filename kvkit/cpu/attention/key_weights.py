@@ -32,12 +32,8 @@ wide_scores, add_scaled = attention.wide_scores, attention.add_scaled
 
 def weights_bytes(tiles, rows, tokens, size):
     """Return the bytes that a worker keeps for a work item over `tokens` tokens, in blocks of `size`."""
-    return 2 * SUMS + MATRIX + tiles * (-(-tokens // size) + 1) * record_bytes(rows, size)
-
-
-def record_bytes(rows, size):
-    """Return the bytes of P and m' of a tile and a block of `size` tokens."""
-    return 4 * (rows * size + max(rows, LANES))
+    record = 4 * (rows * size + max(rows, LANES))  # P and m' of a tile and a block
+    return 2 * SUMS + MATRIX + tiles * (-(-tokens // size) + 1) * record
 
 
 @helper

@@ -18,7 +18,7 @@ PARAMS = Record(
     "scratch scratch_bytes",
 )
 BINS = 1 << 11
-LOWEST = np.uint32(0x007FFFFF)  # -inf as an ordered integer, which is never chosen
+NEVER_CHOSEN = np.uint32(0x007FFFFF)  # -inf as an ordered integer, which is never chosen
 SMALL_WORK = 2**16  # scores below which one thread does it all
 record, integers = memory.record(PARAMS), memory.integers
 get_bits, put_count = memory.load(types.uint32), memory.store(types.int64)
@@ -55,14 +55,14 @@ def kth_largest(scores, count, k, bins):
                 put_count(at, get_count(at) + 1)
         if digit == 0:
             # Positions with -inf share their bin with no number: the next ones are NaN and -3.4e38.
-            at = bins + 8 * np.int64(LOWEST >> np.uint32(21))
+            at = bins + 8 * np.int64(NEVER_CHOSEN >> np.uint32(21))
             put_count(at, 0)
         i = (1 << width) - 1
         while i >= 0 and get_count(bins + 8 * i) < left:
             left -= get_count(bins + 8 * i)
             i -= 1
         if i < 0:
-            return LOWEST, 0
+            return NEVER_CHOSEN, 0
         prefix = (prefix << np.uint32(width)) | np.uint32(i)
     return prefix, left
 
@@ -81,7 +81,7 @@ def choose(worker, params_at):
         chosen = 0
         for s in range(count):
             x = ordered(scores + 4 * s)
-            if x < least or x == LOWEST:
+            if x < least or x == NEVER_CHOSEN:
                 continue
             if x == least:
                 if not equal:

@@ -84,13 +84,9 @@ def encode(bits, symmetric, scale_format, width, element):
             x = elements(i)
             ratio = round_to(element, x / scale) if symmetric else (x - minimum) / scale
             code = (ratio.max(float(least)).min(float(most)) + ROUNDER).as_bits() & ((1 << bits) - 1)
-            write(b, b.add(codes, b.mul(i, code_step)), pack_bytes(code, bits))
+            in_byte = 8 // bits  # codes, the first one lowest
+            parts = [code.pick(range(k, LANES, in_byte)) << bits * k for k in range(in_byte)]
+            packed = functools.reduce(lanes.Lanes.__or__, parts).cast("trunc", I8)
+            write(b, b.add(codes, b.mul(i, code_step)), packed)
 
     return encode
-
-
-def pack_bytes(code, bits):
-    """Pack codes, the low bits of 32-bit lanes, into bytes, the first code lowest."""
-    in_byte = 8 // bits
-    parts = [code.pick(range(k, LANES, in_byte)) << bits * k for k in range(in_byte)]
-    return functools.reduce(lanes.Lanes.__or__, parts).cast("trunc", I8)

@@ -34,7 +34,7 @@ from kvkit.cpu.simd.lanes import (
 BYTES = 4 * LANES  # of a vector
 GROUP = 8  # rows of a "VK" state at a time
 LINE = 64  # bytes of a cache line
-FORGET = -87.0  # e^g is 0 below
+ZERO_BELOW = -87.0  # e^g is 0 below
 
 
 def at(b, address, vector):
@@ -67,11 +67,11 @@ def put(b, address, vector):
 
 @micro_kernel
 def decay_of(b, source, target, count):
-    """Write e^g of `count` vectors; 0 below `FORGET`. NaN stays NaN."""
+    """Write e^g of `count` vectors; 0 below `ZERO_BELOW`. NaN stays NaN."""
     with loop(b, count) as i:
         x = floats(b, offset(b, source, i, BYTES))
-        low = where(x, "<", FORGET, FORGET, x)
-        y = where(x, "<", FORGET, 0.0, exp(low))
+        low = where(x, "<", ZERO_BELOW, ZERO_BELOW, x)
+        y = where(x, "<", ZERO_BELOW, 0.0, exp(low))
         nan = b.fcmp_unordered("uno", x.value, x.value)
         write(b, offset(b, target, i, BYTES), Lanes(b, b.select(nan, x.value, y.value)))
 
@@ -278,12 +278,6 @@ def b_vector(b, bit):
     return b.shuffle_vector(first, one, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))
 
 
-def root_of(vector):
-    """Return the square root of each lane."""
-    name = f"llvm.sqrt.v{LANES}f32"
-    return call_intrinsic(vector.builder, name, vector.type, vector.value)
-
-
 @micro_kernel
 def normalize(b, x, eps, count):
     """Divide `count` vectors by their length sqrt(sum of x^2 + eps), in place."""
@@ -291,7 +285,8 @@ def normalize(b, x, eps, count):
     with loop(b, count) as i:
         y = floats(b, offset(b, x, i, BYTES))
         sums[0] = y.fma(y, sums[0])
-    factor = 1.0 / root_of(total(sums[0]) + broadcast(b, eps, LANES))
+    squares = total(sums[0]) + broadcast(b, eps, LANES)
+    factor = 1.0 / call_intrinsic(b, f"llvm.sqrt.v{LANES}f32", squares.type, squares.value)
     with loop(b, count) as i:
         place = offset(b, x, i, BYTES)
         write(b, place, floats(b, place) * factor)

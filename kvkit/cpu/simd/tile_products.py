@@ -166,7 +166,9 @@ def add_scores(b, tiles, queries, groups, key_term, t, dim, terms, prefetches, b
     """
     for tile in range(4):
         tiles.zero(tile)
-    keys = keys_at(b, groups, t)
+    # (address, stride) of both groups of 16 keys from token t on
+    entry = b.add(groups, b.mul(t, I64(GROUP_BYTES // ROWS)))
+    keys = [[lanes.row_id_at(b, entry, I64(2 * half + i)) for i in range(2)] for half in range(2)]
     ahead, each = prefetches
     first_row = b.mul(b.sdiv(t, I64(STEP)), each)
     with loop(b, dim, STEP) as i:
@@ -180,12 +182,6 @@ def add_scores(b, tiles, queries, groups, key_term, t, dim, terms, prefetches, b
         with loop(b, each) as k:
             row = lanes.row_id_at(b, ahead, b.add(first_row, k))
             lanes.prefetch(b, b.add(row, b.mul(i, I64(2))))
-
-
-def keys_at(b, groups, t):
-    """Return (address, stride) of both groups of 16 keys from token t on."""
-    entry = b.add(groups, b.mul(t, I64(GROUP_BYTES // ROWS)))
-    return [[lanes.row_id_at(b, entry, I64(2 * half + i)) for i in range(2)] for half in range(2)]
 
 
 def store_scores(b, tiles, target, t):

@@ -130,7 +130,8 @@ class Tiles:
         """
 
         def product(total, word, other, part):
-            factors = [flushed(bfloat16_part(vector, part)) for vector in (word, other)]
+            halves = [vector & 0xFFFF0000 if part else vector << 16 for vector in (word, other)]
+            factors = [flushed(half.cast("bitcast", F32)) for half in halves]
             return flushed(factors[0].fma(factors[1], total))
 
         for place, before, (even, odd) in self._sums(c, x, y, F32, product, parts=2):
@@ -141,9 +142,10 @@ class Tiles:
 
         def product(total, word, other, _):
             for part in range(4):
+                tops = [vector << 24 - 8 * part for vector in (word, other)]  # the byte is the highest
                 word_part, other_part = (
-                    byte_part(vector, part, element == "int8")
-                    for vector, element in zip((word, other), elements, strict=True)
+                    top.signed_rshift(24) if element == "int8" else top >> 24
+                    for top, element in zip(tops, elements, strict=True)
                 )
                 total = total.plus(word_part.apply("mul", other_part))
             return total
@@ -195,14 +197,3 @@ def flushed(x: Lanes) -> Lanes:
     b, zero = x.builder, (x.as_bits() & 0x80000000).cast("bitcast", F32)
     small = b.fcmp_ordered("<", abs(x).value, x.of(LEAST_NORMAL))
     return Lanes(b, b.select(small, zero.value, x.value))
-
-
-def bfloat16_part(words: Lanes, part: int) -> Lanes:
-    """Return the low or the high bfloat16 number of each word as float32."""
-    return (words & 0xFFFF0000 if part else words << 16).cast("bitcast", F32)
-
-
-def byte_part(words: Lanes, part: int, signed: bool) -> Lanes:
-    """Return a byte of each word as int32."""
-    top = words << 24 - 8 * part
-    return top.signed_rshift(24) if signed else top >> 24

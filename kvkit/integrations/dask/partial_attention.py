@@ -76,11 +76,6 @@ def combine_masks(first: Array | None, second: Array | None) -> Array | None:
     return first + second
 
 
-def slice_mask(mask: Array | None, rows: slice, keys: slice) -> Array | None:
-    """Return some rows and keys of a mask; its axis of rows may have size 1."""
-    return None if mask is None else mask[..., rows if mask.shape[-2] > 1 else slice(None), keys]
-
-
 def attend_part(
     query: Array,
     key: Array,
@@ -116,9 +111,12 @@ def attend_part(
 
     def attend_rows(rows: slice, keys: slice, mask: Array | None, is_causal: bool) -> None:
         if rows.start < rows.stop and keys.start < keys.stop:
+            own = attn_mask  # whose axis of rows may have size 1
+            if attn_mask is not None:
+                own = attn_mask[..., rows if attn_mask.shape[-2] > 1 else slice(None), keys]
             out[:, rows], lse[:, rows] = kvkit.multi_head_attention(
                 query[:, rows], key[:, keys], value[:, keys],
-                combine_masks(slice_mask(attn_mask, rows, keys), mask), is_causal=is_causal, return_lse=True,
+                combine_masks(own, mask), is_causal=is_causal, return_lse=True,
                 **options,
             )  # fmt: skip
 

@@ -30,13 +30,13 @@ LAYER_TYPES = {  # {type of a layer in transformers: the type that kvkit makes}
     "hybrid_sliding": "sliding_attention",
     "dummy": "full_attention",  # it has no keys; a `SharedLayer` takes its place
 }
-COMPRESSED = "deepseek_v4"  # a type of model, which pools tokens itself
+V4 = "deepseek_v4"  # a type of model, which pools tokens itself
 HYBRID = "hybrid", "hybrid_sliding"
 
 
 def has_compressed_rows(config: Any) -> bool:
     """Return whether a model pools tokens into rows (DeepSeek V4)."""
-    return bool(config.get_text_config(decoder=True).model_type == COMPRESSED)
+    return bool(config.get_text_config(decoder=True).model_type == V4)
 
 
 def geometry(config: Any, kind: str) -> dict[str, Any]:
@@ -54,8 +54,15 @@ def geometry(config: Any, kind: str) -> dict[str, Any]:
             wanted = "'dynamic' for a model with indexed attention, over latent rows"
             raise argument_error("kind", wanted, f"{kind!r}, layer {i}")
     if kind == "paged":
-        latent, others = latent_sizes(config), layers_without_rows(config, names)
+        latent = latent_sizes(config)
+        others: dict[int, Any] = {}  # layers that have a state, or read the rows of another layer
+        for i, name in enumerate(names):
+            if LAYER_TYPES[name] in ("linear_attention", "conv"):
+                others[i] = state_layer(config, name)
+            elif name == "dummy":
+                others[i] = SharedLayer(source_of(config, names, i))
         count = len(names) + sum(name in HYBRID for name in names)
+        others |= {i: StateLayer() for i in range(len(names), count)}
         sizes = {"num_layers": count, "latent_dim": latent[0] if latent else 0, "others": others}
         return {name: value for name, value in sizes.items() if value}
     windows = {each["sliding_window"] for each in arguments if "sliding_window" in each}
@@ -68,18 +75,6 @@ def geometry(config: Any, kind: str) -> dict[str, Any]:
     }
 
 
-def layers_without_rows(config: Any, names: list[str]) -> dict[int, StateLayer | SharedLayer]:
-    """Return the layers of a model that have a state, or read the rows of another layer, by number."""
-    others: dict[int, StateLayer | SharedLayer] = {}
-    for i, name in enumerate(names):
-        if LAYER_TYPES[name] in ("linear_attention", "conv"):
-            others[i] = state_layer(config, name)
-        elif name == "dummy":
-            others[i] = SharedLayer(source_of(config, names, i))
-    hybrid = sum(name in HYBRID for name in names)
-    return others | {len(names) + i: StateLayer() for i in range(hybrid)}
-
-
 def make_cache(make: Callable[..., Any], config: Any, kind: str, options: dict[str, Any], drafts: int) -> Any:
     """Make a cache of a kind, with the model's recurrent, latent and shared layers."""
     if config is None or kind == "paged":
@@ -88,7 +83,12 @@ def make_cache(make: Callable[..., Any], config: Any, kind: str, options: dict[s
     names, _ = get_layer_types_and_kwargs(config)
     if has_compressed_rows(config):
         of_cache = {name: options[name] for name in ("offload", "rope") if name in options}
-        return Cache([compressed_layer(config, name, drafts) for name in names], **of_cache)
+        sizes, pooled = (config.head_dim, config.qk_rope_head_dim, config.sliding_window), []
+        for name in names:  # layers of DeepSeek V4, whose model pools tokens itself
+            ratio, index = config.compress_rates.get(name, 0), name == "compressed_sparse_attention"
+            index_dim, topk = (config.index_head_dim, config.index_topk) if index else (None, None)
+            pooled.append(PooledLayer(*sizes, ratio, index_dim, topk, drafts))
+        return Cache(pooled, **of_cache)
     latent = latent_sizes(config) if kind == "dynamic" else None
     if not latent and not {"dummy", "linear_attention", *HYBRID}.intersection(names):
         return make(**options)
@@ -110,15 +110,6 @@ def state_layer(config: Any, name: str) -> StateLayer:
     """Return a layer for the state of a model's layer of some type."""
     layer = recurrent.delta_layer(config) if name == "linear_attention" else None
     return StateLayer() if layer is None else layer
-
-
-def compressed_layer(config: Any, name: str, drafts: int) -> PooledLayer:
-    """Return a layer of DeepSeek V4, whose model pools tokens itself."""
-    ratio, index = config.compress_rates.get(name, 0), name == "compressed_sparse_attention"
-    index_dim, topk = (config.index_head_dim, config.index_topk) if index else (None, None)
-    return PooledLayer(
-        config.head_dim, config.qk_rope_head_dim, config.sliding_window, ratio, index_dim, topk, drafts
-    )
 
 
 def source_of(config: Any, names: list[str], layer_idx: int) -> int:

@@ -15,7 +15,7 @@ from kvkit.errors import KvkitError
 from kvkit.reference.alibi import alibi_mask
 from kvkit.reference.attention import visible_keys
 from kvkit.tools.vectors import packs
-from kvkit.tools.vectors.packs import Entry
+from kvkit.tools.vectors.packs import CaseEntry
 from kvkit.typed import Array, FilePath
 
 OPSET = 23
@@ -105,7 +105,7 @@ def export(folder: str | os.PathLike, target: str | os.PathLike, *, to: str = "o
 
 
 def as_onnx(
-    onnx: Any, folder: FilePath, case: Entry
+    onnx: Any, folder: FilePath, case: CaseEntry
 ) -> tuple[Any, dict[str, Array], dict[str, Array]] | None:
     """Return (model, inputs, outputs) of a case; None if ONNX's Attention cannot express it."""
     if case["operator"] != "multi_head_attention" or case.get("refused"):

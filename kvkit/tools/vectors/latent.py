@@ -120,17 +120,6 @@ def append_rows(
     return Call("mla_append", inputs, {} if format is None else {"format": format})
 
 
-def projections(rng: Generator, sizes: Sizes, dtype: str) -> Iterator[tuple[str, Call]]:
-    """Yield (name, call) of `mla_absorb` and `mla_expand`."""
-    kind, heads = FP_TYPES[dtype], sizes.heads
-    query = plain(rng, (sizes.batch, heads, 128), kind)
-    inputs = {"query": query, "w_uk": plain(rng, (heads, 128, 32), kind)}
-    yield f"absorb-{dtype}", Call("mla_absorb", inputs, {})
-    rows = plain(rng, (sizes.batch, heads, 32), kind)
-    inputs = {"latent_output": rows, "w_uv": plain(rng, (heads, 128, 32), kind)}
-    yield f"expand-{dtype}", Call("mla_expand", inputs, {})
-
-
 def mla_dense(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
     """Yield (name, call) of the suite `mla-dense`: floats in one pool or two."""
     for heads, queries in HEAD_PAIRS:
@@ -138,7 +127,13 @@ def mla_dense(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
     for dtype in FP_TYPES:
         yield f"attention-{dtype}", dense_attention(rng, sizes, 16, 3, dtype)
         yield f"append-{dtype}", append_rows(rng, sizes, dtype)
-        yield from projections(rng, sizes, dtype)
+        kind, heads = FP_TYPES[dtype], sizes.heads
+        query = plain(rng, (sizes.batch, heads, 128), kind)
+        inputs = {"query": query, "w_uk": plain(rng, (heads, 128, 32), kind)}
+        yield f"absorb-{dtype}", Call("mla_absorb", inputs, {})
+        rows = plain(rng, (sizes.batch, heads, 32), kind)
+        inputs = {"latent_output": rows, "w_uv": plain(rng, (heads, 128, 32), kind)}
+        yield f"expand-{dtype}", Call("mla_expand", inputs, {})
     yield "not-causal", dense_attention(rng, sizes, 16, 2, is_causal=False)
     yield "sinks", dense_attention(rng, sizes, 16, 2, sinks=True)
     yield "sinks-not-in-lse", dense_attention(rng, sizes, 16, 2, sinks=True, lse_of_sinks=False)

@@ -18,7 +18,7 @@ from kvkit.files.paths import no_such_file
 from kvkit.runtime.call_log import FORMAT_VERSION, MANIFEST
 from kvkit.typed import Array, FilePath
 
-Entry = dict[str, Any]  # a case of a manifest
+CaseEntry = dict[str, Any]  # a case of a manifest
 # {(operator, an argument's name in older packs): its name}
 OLDER_NAMES = {(each, "scale"): "softmax_scale" for each in ("mla_attention", "indexer_scores")}
 ARRAY_GROUPS = "arguments", "outputs", "after"
@@ -92,7 +92,7 @@ def wrong_in_case(case: Any) -> str:
     return ""
 
 
-def entries(case: Entry) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def entries(case: CaseEntry) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield (group, name, entry) of every array of a case."""
     for group in ARRAY_GROUPS:
         for name, entry in case.get(group, {}).items():
@@ -135,7 +135,7 @@ def array(folder: FilePath, entry: dict[str, Any], path: Path | None = None) -> 
         raise FileError(f"{path}: no such file: make the pack again") from None
 
 
-def arguments(folder: FilePath, case: Entry) -> dict[str, Any]:
+def arguments(folder: FilePath, case: CaseEntry) -> dict[str, Any]:
     """Load the arguments of a case by name; NAME.0, NAME.1 and so on become a tuple."""
     found: dict[str, Any] = {}
     for stored, entry in case["arguments"].items():

@@ -22,7 +22,7 @@ from kvkit.tools.comparison import Difference
 from kvkit.tools.comparison import diff as diff_arrays
 from kvkit.tools.counting import equal_elements
 from kvkit.tools.vectors import packs
-from kvkit.tools.vectors.packs import Entry
+from kvkit.tools.vectors.packs import CaseEntry
 from kvkit.typed import Array, FilePath
 
 NO_FILE = ": no such file"  # ends why a case without results failed
@@ -118,7 +118,7 @@ def replay(
     """
     text("backend", backend, tuple(PACKAGES))
 
-    def run(folder: FilePath, case: Entry) -> CaseResults:
+    def run(folder: FilePath, case: CaseEntry) -> CaseResults:
         if case["operator"] not in OPERATORS:
             raise argument_error("operator", f"one of {', '.join(OPERATORS)}", brief(repr(case["operator"])))
         op, given = OPERATORS[case["operator"]], packs.arguments(folder, case)
@@ -183,7 +183,7 @@ def diff(
     """
     results = Path(results)
 
-    def read(folder: FilePath, case: Entry) -> CaseResults:
+    def read(folder: FilePath, case: CaseEntry) -> CaseResults:
         found: dict[str, Any] = {}
         refusal = "refused" if case.get("refused") else ""
         for group, name, entry in packs.entries(case):
@@ -198,7 +198,7 @@ def diff(
 
 
 def outcomes(
-    folder: FilePath, run: Callable[[Path, Entry], CaseResults], operator: str | None, advance: Any,
+    folder: FilePath, run: Callable[[Path, CaseEntry], CaseResults], operator: str | None, advance: Any,
     pattern: str | None = None,
 ) -> Outcomes:  # fmt: skip
     """Run the cases of an operator whose names fit a pattern, or all; return the outcomes."""
@@ -216,7 +216,7 @@ def outcomes(
     return result
 
 
-def judge_case(folder: Path, case: Entry, results: CaseResults) -> Outcome:
+def judge_case(folder: Path, case: CaseEntry, results: CaseResults) -> Outcome:
     """Compare the results of a case with the expected ones."""
     found, why, refusal = results
     if not why and case.get("refused") and not refusal:
@@ -241,7 +241,7 @@ def judge_case(folder: Path, case: Entry, results: CaseResults) -> Outcome:
     return Outcome(case["name"], case["operator"], "passed" if expects or case.get("refused") else "ran")
 
 
-def compare_result(folder: Path, case: Entry, name: str, expected: Array, got: Array) -> Difference:
+def compare_result(folder: Path, case: CaseEntry, name: str, expected: Array, got: Array) -> Difference:
     """Compare a result; its causes are searched with the call's inputs and other expected results."""
     given = packs.arguments(folder, case)
     inputs = {key: x for key, x in given.items() if isinstance(x, np.ndarray)}
@@ -265,7 +265,7 @@ def compare_result(folder: Path, case: Entry, name: str, expected: Array, got: A
     )
 
 
-def stored_floats(case: Entry, inputs: dict[str, Any]) -> dict[str, Any]:
+def stored_floats(case: CaseEntry, inputs: dict[str, Any]) -> dict[str, Any]:
     """Return {"cache": floats that a PMX call quantized, where it stored their codes}; {} for other calls."""
     attributes = {key: packs.plain(entry.get("value")) for key, entry in case["arguments"].items()}
     if not attributes.get("quant_bit") or not {"cache", "current_key"} <= set(inputs):
@@ -280,7 +280,7 @@ def stored_floats(case: Entry, inputs: dict[str, Any]) -> dict[str, Any]:
     return {"cache": floats}
 
 
-def axes_of(case: Entry, name: str, array: Array) -> str | None:
+def axes_of(case: CaseEntry, name: str, array: Array) -> str | None:
     """Return the documented axes of an operator's array; None if they are not documented."""
     op = OPERATORS.get(case["operator"])
     if op is None:
