@@ -94,7 +94,13 @@ def read(path: FilePath, contents: Contents) -> Contents:
     """Return the contents of a prompt cache with kvkit's names for layers of known classes."""
     texts = contents.metadata
     since_032 = texts["2.0"] == "" and "1.0" in texts  # before, "2.0" is the class of layer 0
-    kinds = classes_of(path, texts, "1." if since_032 else "2.")
+    group = "1." if since_032 else "2."
+    classes = {name[len(group) :]: text for name, text in texts.items() if name.startswith(group)}
+    if not all(name.isdecimal() and re.fullmatch(r"[A-Za-z_]\w*", text) for name, text in classes.items()):
+        raise file_error(path, "a prompt cache of MLX in a format that kvkit does not know", "update kvkit")
+    if classes.keys() != {str(layer) for layer in range(len(classes))}:
+        raise file_error(path, "its metadata does not name the class of every layer")
+    kinds = [classes[str(layer)] for layer in range(len(classes))]
     user = {name[2:]: text for name, text in texts.items() if name.startswith("0." if since_032 else "1.")}
     text = user.pop(tensors.METADATA, None)
     try:
@@ -146,16 +152,6 @@ def places_of(arrays: Mapping[str, Array], kinds: Sequence[str]) -> dict[str, tu
         if not member:
             found[f"{number}"] = f"{number}", kind
     return found
-
-
-def classes_of(path: FilePath, texts: Mapping[str, str], group: str) -> list[str]:
-    """Return the class of every layer."""
-    found = {name[len(group) :]: text for name, text in texts.items() if name.startswith(group)}
-    if not all(name.isdecimal() and re.fullmatch(r"[A-Za-z_]\w*", text) for name, text in found.items()):
-        raise file_error(path, "a prompt cache of MLX in a format that kvkit does not know", "update kvkit")
-    if found.keys() != {str(layer) for layer in range(len(found))}:
-        raise file_error(path, "its metadata does not name the class of every layer")
-    return [found[str(layer)] for layer in range(len(found))]
 
 
 def read_layer(

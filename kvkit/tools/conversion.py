@@ -243,7 +243,10 @@ def convert(
         progress=progress,
     )  # fmt: skip
     if to_blocks:
-        arrays[CACHE] = [rows_as_ds_v4(each, verify) for each in arrays[CACHE]]
+        moved, arrays[CACHE] = arrays[CACHE], [ds_v4_blocks(CACHE, each) for each in arrays[CACHE]]
+        for one, blocks in zip(moved, arrays[CACHE], strict=True) if verify else ():
+            if not np.array_equal(np.concatenate(ds_v4_parts(CACHE, blocks), 2), one.view(np.uint8)):
+                raise argument_error("verify", "the bytes of the rows", "others")
         described = descriptions[CACHE]
         rest = {axis: n for axis, n in described.sizes.items() if axis != "c"}
         descriptions[CACHE] = replace(described, layout=DS_V4_LAYOUT, sizes=rest, format="ds_v4")
@@ -277,14 +280,6 @@ def note_on_pages(source: CacheSource, to_layout: str) -> tuple[str, ...]:
         return ()
     pages = "each page became" if found[1].page_size > 1 else "the rows of each block became"
     return (f"{pages} a sequence of {to_layout}; page_size='longest' writes the sequences of {found[0]}",)
-
-
-def rows_as_ds_v4(rows: np.ndarray, verify: bool) -> np.ndarray:
-    """Return rows of 584 bytes as blocks of all codes, then all scales; with `verify`, compare them."""
-    blocks = ds_v4_blocks(CACHE, rows)
-    if verify and not np.array_equal(np.concatenate(ds_v4_parts(CACHE, blocks), 2), rows.view(np.uint8)):
-        raise argument_error("verify", "the bytes of the rows", "others")
-    return blocks
 
 
 def is_state_name(path: str | os.PathLike[str]) -> bool:

@@ -6,7 +6,6 @@ import contextlib
 import html
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,20 +110,16 @@ def write_report(study: StudyRecord, folder: Path) -> list[Path]:
     texts |= prints | {"table.csv": as_csv(study), "table.tex": as_latex(study)}
     reports = json.dumps(study.to_dict(), indent=1) + "\n", markdown(study, list(drawn["light"]))
     texts |= dict(zip(REPORTS, (*reports, html_page(study, drawn)), strict=True))
-    replace_all(folder, texts)
-    return [folder / name for name in texts]
-
-
-def replace_all(folder: Path, texts: Mapping[str, str | bytes]) -> None:
-    """Replace files that belong together, reports last, so that no report refers to files of another one."""
     with name_in_errors(folder), contextlib.ExitStack() as files:
-        for name, text in reversed(list(texts.items())):  # the stack renames the last file first
+        # Files belong together. Reports are renamed last, so that none refers to files of another one.
+        for name, text in reversed(list(texts.items())):
             file = files.enter_context(replacing(folder / name))
             file.write(text if isinstance(text, bytes) else text.encode())
             file.flush()
             os.fsync(file.fileno())
         for name in REPORTS:
             (folder / name).unlink(missing_ok=True)
+    return [folder / name for name in texts]
 
 
 def markdown(study: StudyRecord, pictures: list[str]) -> str:

@@ -437,14 +437,13 @@ def notes_on_belief(layer: LayerReader, plan: StudyPlan) -> tuple[str, ...]:
     notes, shortest = [], min(np.diff(layer.starts))
     if shortest < evicting.SHORT and not plan.policies:  # policies have a note on lengths
         notes.append(f"contexts have {shortest:,} tokens or more: short contexts rank schemes badly")
-    if own := [name for name, *sides in plan.schemes if not all(map(counts_bits, sides))]:
+    own = [
+        name for name, *sides in plan.schemes
+        if not all(hasattr(scheme, "stored") or isinstance(scheme, Cast) for scheme in sides)
+    ]  # fmt: skip
+    if own:  # their bits are not known without their arrays
         notes.append(
             f"bits of {', '.join(own)}: those of the arrays that encode returns, so codes of 4 bits count as "
             "8 unless two share a byte (low | high << 4)"
         )
     return tuple(notes)
-
-
-def counts_bits(scheme: Any) -> bool:
-    """Return whether the bits of a scheme are known without its arrays."""
-    return hasattr(scheme, "stored") or isinstance(scheme, Cast)

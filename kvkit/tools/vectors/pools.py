@@ -46,16 +46,6 @@ def reshape_and_cache(rng: Generator, sizes: Sizes, dtype: str = "fp16") -> Call
     return Call("ascend.reshape_and_cache", inputs | {"slot_mapping": slots}, {})
 
 
-def store_nz(rng: Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
-    """Make the call of `reshape_and_cache` for caches whose blocks are in NZ."""
-    name, inputs, *_ = reshape_and_cache(rng, sizes, dtype)
-    n0 = 32 // FP_TYPES[dtype].itemsize
-    for cache in ("key_cache", "value_cache"):
-        rows = inputs[cache].reshape(*inputs[cache].shape[:2], -1, n0)
-        inputs[cache] = np.ascontiguousarray(rows.swapaxes(1, 2))
-    return Call(name, inputs, {"cache_format": "NZ"})
-
-
 def store_compressed(rng: Generator, sizes: Sizes, mode: int, dtype: str = "fp16") -> Call:
     """Make a call that stores compressed heads. Dropped tokens are NaN; a skipped head has slot -1."""
     lengths, heads, kind = sizes.each(6, 9, 5), sizes.heads, FP_TYPES[dtype]
@@ -79,13 +69,6 @@ def store_compressed(rng: Generator, sizes: Sizes, mode: int, dtype: str = "fp16
     inputs |= {"slot_mapping": slots, "wins": wins, "seq_lens": np.array(lengths)}
     inputs |= {} if mode == KVHEAD else {"offset_index": offsets}
     return Call("ascend.reshape_and_cache", inputs, {"compress_type": mode})
-
-
-def paged_load(rng: Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
-    """Make a call that gathers contexts."""
-    key_cache, value_cache, table, lengths = pages(rng, sizes, dtype)
-    inputs = {"key_cache": key_cache, "value_cache": value_cache, "block_tables": table, "seq_lens": lengths}
-    return Call("ascend.paged_cache_load", inputs, {})
 
 
 def block_copy(rng: Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
@@ -118,10 +101,22 @@ def ascend(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
     """Yield (name, call) of the suite `ascend`."""
     for dtype in FP_TYPES:
         yield f"store-{dtype}", reshape_and_cache(rng, sizes, dtype)
-        yield f"store-nz-{dtype}", store_nz(rng, sizes, dtype)
+        name, inputs, *_ = reshape_and_cache(rng, sizes, dtype)
+        n0 = 32 // FP_TYPES[dtype].itemsize
+        for cache in ("key_cache", "value_cache"):
+            rows = inputs[cache].reshape(*inputs[cache].shape[:2], -1, n0)
+            inputs[cache] = np.ascontiguousarray(rows.swapaxes(1, 2))
+        yield f"store-nz-{dtype}", Call(name, inputs, {"cache_format": "NZ"})
         for name, mode in COMPRESSION_MODES.items():
             yield f"store-{name}-{dtype}", store_compressed(rng, sizes, mode, dtype)
-        yield f"load-{dtype}", paged_load(rng, sizes, dtype)
+        key_cache, value_cache, table, lengths = pages(rng, sizes, dtype)
+        inputs = {
+            "key_cache": key_cache,
+            "value_cache": value_cache,
+            "block_tables": table,
+            "seq_lens": lengths,
+        }
+        yield f"load-{dtype}", Call("ascend.paged_cache_load", inputs, {})
         yield f"copy-{dtype}", block_copy(rng, sizes, dtype)
         yield f"nz-{dtype}", matrices(rng, dtype)
         yield f"attention-{dtype}", ascend_attention(rng, sizes, dtype)
