@@ -263,7 +263,7 @@ def test_windows_refused(mode):
         refused(of(wins=wins), "wins")
     refused(of(offset_index=None if offsets else [0, 0]), "offset_index")
     refused(of(empty_window="none"), "empty_window")
-    for kind in (CompressType.UNDEFINED, 4, -1, None, "KVHEAD"):
+    for kind in (CompressType.UNDEFINED, 4, -1, None, "kvhead", "UNDEFINED"):
         refused(of(compress_type=kind), "compress_type")
     if offsets:
         for index in ([0], [0, 3], [0, -2], [0, INT64_MAX], [0, INT64_MIN], [0.0, 0.0]):

@@ -30,7 +30,7 @@ OUT_OF_RANGE = {
     "scaling_factor": [None, 0.0, -1.0, 1e39], "scaling_type": ["yarn", b"linear"],
     "data_type": ["float64", "int8", "int4", "", 16], "cache_format": ["NHSD", ""],
     "quant_format": ["fp8", "", 8, True], "empty_window": ["COPY", ""],
-    "layout": ["NHD", "b n h", "b n h c c", "b kv"], "compress_type": [-1, 4, "KVHEAD"],
+    "layout": ["NHD", "b n h", "b n h c c", "b kv"], "compress_type": [-1, 4, "kvhead"],
     "state_layout": ["kv", "", "KVQ"], "rule": ["delta_gated", ""], "chunk": [0, -1, 257],
     "return_capsule": [1, -1, 2**70], "kind": ["", "GDN"], "activation": ["relu", "", "SiLU"],
     "norm_eps": [0.0, -1e-6], "lower_bound": [0.0, 5.0],
