@@ -12,6 +12,9 @@ random, with channels of keys of different sizes.
     coded       the same 24 with codes of int4:g32, and random and oracle: 30 columns
     formats     the 10 formats below, judged by the same 16 queries
     mix         a search of the 7 default formats for 4.5 bits, and the mix
+
+On a shared Emerald Rapids of two hardware threads, in alternation with the version before (2026-11-28), a GB
+took 48 and 61 CPU s with policies (145 and 181 before), 87 with codes (123) and 241 with formats (540).
 """
 
 import cProfile

@@ -83,13 +83,17 @@ class Share(click.ParamType):
 @tool.rotation
 @tool.layout()
 @tool.names
+@click.option(
+    "--queries", metavar="PATTERN",
+    help="The names of arrays of queries. By default, with --keys K_{l}, those of Q_{l}.",
+)  # fmt: skip
 @tool.sizes()
 @clusters.on_cluster
 @tool.json_option
 @click.pass_context
 def study(
     ctx, source, model, text, tokens, schemes, evict, budget, judge, rope, bits, error, output, threshold,
-    scales, per, rotation, layout, keys, values, fused, sizes, dask, as_json,
+    scales, per, rotation, layout, keys, values, fused, queries, sizes, dask, as_json,
 ):  # fmt: skip
     """Measure what quantization and eviction cost a cache, head by head.
 
@@ -125,7 +129,7 @@ def study(
     check_threshold(threshold)
     policies = {"evict": evict, "budget": budget, "judge": judge, "bits": bits, "error": error}
     if source is not None:
-        source = with_model(by_patterns(source, keys, values, fused), model)
+        source = with_model(by_patterns(source, keys, values, fused, queries), model)
     elif model is None:
         raise argument_error("study", "a FILE or --model", "none")
     if scales:

@@ -14,7 +14,7 @@ from kvkit.errors import argument_error, brief, describe
 from kvkit.files import Contents, llama
 from kvkit.files.contents import CACHE
 from kvkit.interop import as_numpy
-from kvkit.tools.names import LAYER, PAGED_NAMES, SIDES, matching
+from kvkit.tools.names import LAYER, PAGED_NAMES, SIDES, by_layer, matching, patterns_beside
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Contents
 
@@ -73,7 +73,9 @@ def arrays_of_object(cache: Any) -> dict[str, Any]:
     return found
 
 
-def by_patterns(source: Any, keys: str | None, values: str | None, fused: str | None = None) -> Any:
+def by_patterns(
+    source: Any, keys: str | None, values: str | None, fused: str | None = None, queries: str | None = None
+) -> Any:
     """Rename the arrays of keys and values of a source, or of both in one array, to the usual names.
 
     Parameters
@@ -82,7 +84,9 @@ def by_patterns(source: Any, keys: str | None, values: str | None, fused: str | 
     keys, values : str or None
         Names of arrays of keys and of values, with {l} for the number of a layer.
     fused : str or None
-        The names of arrays that hold both. Without any of the three the source is returned unchanged.
+        The names of arrays that hold both. Without any pattern the source is returned unchanged.
+    queries : str or None
+        The names of arrays of queries; by default those of keys with "query" for "key", or "q" for "k".
 
     Examples
     --------
@@ -93,9 +97,16 @@ def by_patterns(source: Any, keys: str | None, values: str | None, fused: str | 
     >>> CacheSource(by_patterns(arrays, "attn{l}_k", "attn{l}_v")).axis_sizes
     {'l': 2, 'b': 3, 'n': 8, 'h': 2, 'c': 16}
     """
-    if keys is None and values is None and fused is None:
+    if keys is values is fused is queries is None:
         return source
     contents, found = contents_of(source), []  # {number of a layer: name} of keys, and of values
+    beside = patterns_beside(keys) if keys is not None and queries is None else None
+    if beside is not None and (beside[1] in contents.arrays or by_layer(contents.arrays, beside[1])):
+        queries = beside[1]
+    if queries is not None:
+        contents = with_queries(contents, queries)
+    if keys is values is fused is None:
+        return contents
     sides = {"keys": keys, "values": values} if fused is None else {"fused": fused}
     if fused is not None and not keys is values is None:
         raise argument_error("fused", "no pattern beside one of keys or values", brief(fused))
@@ -115,6 +126,15 @@ def by_patterns(source: Any, keys: str | None, values: str | None, fused: str | 
             arrays[f"{name}.{at}" if LAYER in str(pattern) else name] = contents.arrays[side[layer]]
     if (numbers := sorted(found[0])) != list(range(len(numbers))):
         arrays["layers"] = np.array(numbers)
+    return replace(contents, arrays=arrays)
+
+
+def with_queries(contents: Contents, pattern: str) -> Contents:
+    """Rename arrays of queries to "query", or to "query.0" and so on."""
+    found = matching(contents.arrays, pattern, "queries")
+    arrays = {name: x for name, x in contents.arrays.items() if name not in found.values()}
+    for i, layer in enumerate(sorted(found)):
+        arrays[f"query.{i}" if LAYER in pattern else "query"] = contents.arrays[found[layer]]
     return replace(contents, arrays=arrays)
 
 

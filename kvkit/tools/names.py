@@ -46,6 +46,8 @@ BESIDE_TABLE = {  # {array of a page table: other arrays that it needs}
     "block_tables": ("context_lens",), "kv_indices": ("kv_indptr", "kv_last_page_len"),
     "cachestarts": ("kvstarts",), "context_lens": ("block_tables",),
 }  # fmt: skip
+WORDS_OF_SIDES = {"key": ("value", "query"), "keys": ("values", "queries"), "k": ("v", "q")}
+KEY_WORD = re.compile("(?<![A-Za-z])(keys?|k)(?![A-Za-z])", re.IGNORECASE)
 LIKELY_WORDS = "cache", "key", "value", "keys", "values", "kv"  # errors list names with these words first
 
 
@@ -244,6 +246,34 @@ def matching(arrays: Mapping[str, Any], pattern: str, argument: str) -> dict[int
         got = f"{brief(pattern)}; names like it: {', '.join(near) or 'none'}"
         raise argument_error(argument, wanted, got)
     return found
+
+
+def patterns_beside(keys: str) -> tuple[str, str] | None:
+    """Return the patterns of values and of queries beside one of keys; None if no word in it says key.
+
+    Examples
+    --------
+    >>> from kvkit.tools.names import patterns_beside
+    >>> patterns_beside("layer_{l}/K"), patterns_beside("k_proj.{l}.keys")
+    (('layer_{l}/V', 'layer_{l}/Q'), ('k_proj.{l}.values', 'k_proj.{l}.queries'))
+    """
+    found = list(KEY_WORD.finditer(keys))
+    if not found:
+        return None
+    word, (begin, end) = found[-1][0], found[-1].span()
+    spelled = str.upper if word.isupper() else str.title if word.istitle() else str
+    values, queries = (keys[:begin] + spelled(each) + keys[end:] for each in WORDS_OF_SIDES[word.lower()])
+    return values, queries
+
+
+def paired_patterns(names: Collection[str]) -> tuple[str, str] | None:
+    """Return the first patterns of keys and of values whose names differ in one word; None without any."""
+    for keys in dict.fromkeys(re.sub("[0-9]+", LAYER, name, count=1) for name in names):
+        values = (patterns_beside(keys) or ("",))[0]
+        same = by_layer(names, keys).keys() == by_layer(names, values).keys() if LAYER in keys else True
+        if values and same and (LAYER in keys or values in names):
+            return keys, values
+    return None
 
 
 def common_pattern(names: Iterable[str]) -> str | None:

@@ -10,7 +10,7 @@ import numpy as np
 from kvkit.checks.values import positive_number
 from kvkit.errors import argument_error, brief, describe
 from kvkit.files.contents import nested
-from kvkit.tools.names import LayerNames, by_layer
+from kvkit.tools.names import LayerNames, by_layer, patterns_beside
 from kvkit.typed import Array
 
 QUERY_NAMES = "query", "queries", "current_query", "query_states", "q"
@@ -30,13 +30,13 @@ class FoundQueries(NamedTuple):
 
 def find_queries(
     arrays: Mapping[str, Any], named: LayerNames | None, layers: int, starts: Array,
-    open_keys: Callable[[], Any],
+    open_keys: Callable[[], Any], axes: Sequence[str] = (),
 ) -> FoundQueries:  # fmt: skip
     """Find the queries of the last tokens of each sequence; `open_keys` returns a `SideReader` of keys.
 
     They are one array, a list of layers, or arrays of layers whose names are those of the keys with "query"
     for "key". A layer is [sequences, tokens, heads, dim], or [tokens, heads, dim] for one sequence or for all
-    packed tokens.
+    packed tokens; or it has the `axes` of the keys' layout in their order, or rows of all heads.
     """
     name = next((name for name in QUERY_NAMES if nested(arrays, name) is not None), None)
     if name is not None:
@@ -44,14 +44,16 @@ def find_queries(
         names = tuple(each for each in arrays if each == name or each.startswith(f"{name}."))
     elif (of_layers := names_by_layer(arrays, named)) is not None:
         given, names, name = [arrays[each] for each in of_layers], tuple(of_layers), of_layers[0]
-        if named is not None and named.heads_first:
-            given = [each.swapaxes(1, 2) if each.ndim == 4 else each for each in given]
     else:
         return FoundQueries()
     keys = open_keys()
     heads, dim = keys.heads, keys.dim
-    found = [split_queries(each, heads, dim, starts) for each in given] if np.ndim(given[0]) > 2 else []
-    if len(found) != layers or any(each is None for each in found):
+    orders = [
+        [split_queries(each, heads, dim, starts) for each in layers_in_order]
+        for layers_in_order in zip(*(orders_of_axes(each, dim, axes) for each in given), strict=False)
+    ]
+    fitting = [found for found in orders if len(found) == layers and not any(each is None for each in found)]
+    if not fitting:
         shape = describe(given if isinstance(given, np.ndarray) else given[0])
         turned = [each.swapaxes(-3, -2) for each in given] if np.ndim(given[0]) > 2 else []
         fits = [split_queries(each, heads, dim, starts) is not None for each in turned]
@@ -61,20 +63,37 @@ def find_queries(
             else ""
         )
         return FoundQueries(None, (f"{name} is not {FORM}{why}: {shape}",))
+    found = fitting[0]
     tokens, count = found[0][0].shape[:2]
     note = f"queries: the last {tokens:,} tokens, {count:,} heads"
-    if tokens < count <= min(np.diff(starts)) and not tokens % heads:
+    if len(fitting) > 1 or (
+        len(orders) == 1 and tokens < count <= min(np.diff(starts)) and not tokens % heads
+    ):
         note += f"; if they are {count:,} tokens and {tokens:,} heads, {EXCHANGE} {name}"
     return FoundQueries(found, (note,), names)
+
+
+def orders_of_axes(query: Any, dim: int, axes: Sequence[str]) -> list[Any]:
+    """Return the queries of a layer as [.., tokens, heads, dim], in the order of the `axes` of keys.
+
+    If heads come before tokens in these, the plain order follows.
+    """
+    if query.ndim == 2:
+        return [query.reshape(len(query), -1, dim)] if dim and not query.shape[1] % dim else []
+    if query.ndim < 2:
+        return []
+    if "h" in axes and "c" in axes and axes.index("c") < axes.index("h"):
+        query = query.swapaxes(-1, -2)
+    heads_first = {"h", "n"} <= set(axes) and axes.index("h") < axes.index("n")
+    return [query.swapaxes(-3, -2), query] if heads_first and query.ndim > 2 else [query]
 
 
 def names_by_layer(arrays: Mapping[str, Any], named: LayerNames | None) -> list[str] | None:
     """Return the names of arrays of queries that lie beside keys of each layer; None without any."""
     if named is None:
         return None
-    before, key, after = named.patterns[0].rpartition("k")
-    words = ("query", after.removeprefix("ey")) if after.startswith("ey") else ("q", after)
-    found = by_layer(arrays, f"{before}{''.join(words)}") if key else {}
+    beside = patterns_beside(named.patterns[0])
+    found = by_layer(arrays, beside[1]) if beside else {}
     return [found[number] for number in named.numbers] if found.keys() >= set(named.numbers) else None
 
 

@@ -14,6 +14,7 @@ from kvkit.errors import argument_error, describe
 from kvkit.files import llama
 from kvkit.files.contents import BESIDE, nested
 from kvkit.formats import BY_DTYPE, FLOATS, decode, rotate
+from kvkit.formats.elements import BFLOAT16
 from kvkit.formats.known import Format
 from kvkit.formats.rotations import Rotation, rotation_named
 from kvkit.formats.schemes import Coded, formats_named
@@ -187,7 +188,8 @@ def open_one(
     """Open the layers of one cache of a file, perhaps only some rows of its pool."""
     if source.cache is None and isinstance(about := source.saved.get("layers"), list):
         return open_saved(source, about)
-    return open_arrays(ds_v4_as_rows(source, from_format), from_format, rotation, rows)
+    source = with_bfloat16(ds_v4_as_rows(source, from_format), from_format)
+    return open_arrays(source, from_format, rotation, rows)
 
 
 def join_readers(first: CacheReader, second: CacheReader) -> CacheReader:
@@ -261,7 +263,8 @@ def open_arrays(
 
     `rows` are rows of a pool to read instead; where sequences are arrays of their own, all rows are read.
     """
-    code_dtypes = {each.dtype for each in leaves(source.require_cache())} - {one.dtype for one in FLOATS}
+    dtypes = dict.fromkeys(each.dtype for each in leaves(source.require_cache()))
+    code_dtypes = {dtype for dtype in dtypes if BY_DTYPE.get(plain_dtype(dtype)) not in FLOATS}
     format_name = source.format_of(code_dtypes, from_format) if code_dtypes else None
     formats = formats_of_sides(format_name) if format_name else None
     if rotation is not None and source.contents.description.rotation == "none":
@@ -286,7 +289,10 @@ def open_arrays(
         rotated = format is not None or source.contents.kind not in llama.TITLES.values()  # llama.cpp: codes
         return undo_rotation(reader, undone, which == "values") if undone and rotated else reader
 
-    beside = find_queries(source.arrays, source.layer_names, len(codes.keys), starts, lambda: side("keys", 0))
+    axes = layouts.parse(source.layout).axes if source.layout is not None else ()
+    beside = find_queries(
+        source.arrays, source.layer_names, len(codes.keys), starts, lambda: side("keys", 0), axes
+    )
     queries, notes = beside.layers, beside.notes
     no_queries = "none" if queries or not notes else notes[0]
     scale = scale_of_scores(source.arrays, latent and queries is not None) if queries else None
@@ -309,6 +315,8 @@ def open_arrays(
         )  # fmt: skip
 
     notes = (*notes, *notes_that_hold(source.notes, undone is not None))
+    if np.dtype(np.float64) in map(plain_order, dtypes):
+        notes = (*notes, "float64 is read as float32")
     notes = (*notes, *source.unread((*beside.names, *MASK_NAMES, *[SCALE] * bool(queries))))
     if pages is None and len(codes.keys[0]) > 1 and not source.saved:
         notes = (*notes, NO_TABLES)
@@ -439,11 +447,53 @@ def decode_tokens(
     return decode(cut, format)[begin - low : end - low]
 
 
+def plain_order(dtype: np.dtype) -> np.dtype:
+    """Return a dtype in the machine's order of bytes."""
+    return dtype.newbyteorder("=") if dtype.kind == "f" else dtype
+
+
+def plain_dtype(dtype: np.dtype) -> np.dtype:
+    """Return the dtype that floats are read as: float32 for float64, in the machine's order of bytes."""
+    plain = plain_order(dtype)
+    return np.dtype(np.float32) if plain == np.float64 else plain
+
+
+def with_bfloat16(source: CacheSource, from_format: str | None) -> CacheSource:
+    """Return a source with arrays of 16-bit integers as bfloat16, if no format is named and they look so.
+
+    numpy has no bfloat16, so many files have its bits. Nearly all magnitudes must lie between 2^-40 and 2^20:
+    other integers are as good as never such numbers.
+    """
+    cache = None if source.cache is None else leaves(source.cache)
+    if not cache or from_format or source.stated_format():
+        return source
+    if not all(each.dtype.kind in "iu" and each.dtype.itemsize == 2 and each.size for each in cache):
+        return source
+    bits = np.concatenate([each[(slice(1),) * (each.ndim - 2)].reshape(-1)[:4096] for each in cache])
+    numbers = np.abs(bits.view(BFLOAT16.dtype).astype(np.float32))
+    likely = (numbers == 0) | ((numbers > 2.0**-40) & (numbers < 2.0**20))
+    if likely.mean() < 0.99 or not numbers.any():
+        return source
+    arrays = {
+        name: x.view(BFLOAT16.dtype) if x.dtype.kind in "iu" and x.dtype.itemsize == 2 and x.ndim > 1 else x
+        for name, x in source.arrays.items()
+    }
+    notes = *source.contents.notes, "integers of 16 bits are read as bfloat16"
+    contents = replace(source.contents, arrays=arrays, notes=notes)
+    arguments = source.layout_argument, source.format_argument
+    found = CacheSource(contents, source.given_layout, source.given_sizes, arguments)
+    found.name = source.name
+    return found
+
+
 def side_reader(
     name: str, read: Callable[[slice], np.ndarray], tokens: int, format: Format | None
 ) -> SideReader:
     """Return a reader with the sizes of what `read` returns; raise unless these are floats."""
     sample = read(slice(0))
+    plain = plain_dtype(sample.dtype)
+    if plain != sample.dtype:
+        return side_reader(name, lambda part: read(part).astype(plain), tokens, format)
     if BY_DTYPE.get(sample.dtype) not in FLOATS:
         expected = "float32, float16 or bfloat16, or codes of a format that the file names"
         raise argument_error(name, expected, describe(sample))

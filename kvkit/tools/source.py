@@ -39,6 +39,7 @@ from kvkit.tools.names import (
     SIDES,
     CacheArrays,
     common_pattern,
+    paired_patterns,
     rename_tables,
     some_names,
 )
@@ -228,6 +229,11 @@ class CacheSource(CacheArrays):
             raise self.no_cache()
         if self.layout is None:
             wanted = "a layout, as the file does not name one (kvkit inspect lists those that fit)"
+            if not self.separate and isinstance(self.cache, list) and leaves(self.cache)[0].ndim == 4:
+                wanted = wanted.replace("(", "(layout='hf' for those of transformers; ")
+            if self.separate and self.first_array.ndim == 2:
+                line = "l | n (h c)" if self.in_lists else "n (h c)"
+                wanted = f"a layout, as heads have no axis (layout='{line}' and sizes={{'h': N}})"
             wanted = self.two_orders if len(self.orders) > 1 else wanted
             raise argument_error(self.layout_argument, wanted, "None")
         self.check_levels()
@@ -242,7 +248,12 @@ class CacheSource(CacheArrays):
     @property
     def pattern_to_give(self) -> str:
         """Return words that propose a pattern of the names of large arrays; "" without any."""
-        likely = [name for name, x in self.arrays.items() if x.ndim > 2 and x.dtype.kind not in "US"]
+        likely = [name for name, x in self.arrays.items() if x.ndim > 1 and x.dtype.kind not in "US"]
+        if (pair := paired_patterns(likely)) is not None:
+            stacked = pair[0] in self.arrays and self.arrays[pair[0]].ndim == 4
+            layout = " layout='| l n h c', if layers are the first axis" if stacked else ""
+            return f", or their names (keys='{pair[0]}' values='{pair[1]}'{layout})"
+        likely = [name for name in likely if self.arrays[name].ndim > 2]
         pattern = common_pattern(name for name in likely if kind_of_state(name) is None)
         return "" if pattern is None else f", or a pattern (fused={pattern}, say, and its layout)"
 

@@ -6,7 +6,9 @@ import importlib.util
 import io
 import json
 import re
+import types
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -64,22 +66,58 @@ def test_blocks_have_no_more_entropy_than_bits(arrays):
         assert 0 < one.channel_entropy <= one.entropy * 1.01 <= one.bits * 1.02, one.scheme
 
 
-def vllm_remap():
-    """Return vLLM's function that renames scales of a checkpoint; None where vLLM is not installed."""
+def of_vllm(path, name, **names):
+    """Return a function or class of vLLM's source, compiled alone; None where vLLM is not installed.
+
+    vLLM itself imports only with all that its server needs.
+    """
     found = importlib.util.find_spec("vllm")
     if found is None or not found.submodule_search_locations:
         return None
-    source = Path(found.submodule_search_locations[0], "model_executor/model_loader/weight_utils.py")
-    tree = ast.parse(source.read_text())
-    [own] = [each for each in tree.body if getattr(each, "name", "") == "maybe_remap_kv_scale_name"]
-
-    class Quiet:
-        def __getattr__(self, name):
-            return lambda *args, **kwargs: None
-
-    names = {"logger": Quiet(), "re": re}
+    source = Path(found.submodule_search_locations[0], path)
+    [own] = [each for each in ast.walk(ast.parse(source.read_text())) if getattr(each, "name", "") == name]
     exec(compile(ast.Module([own], []), str(source), "exec"), names)
-    return names[own.name]
+    return names[name]
+
+
+def vllm_remap():
+    """Return vLLM's function that renames scales of a checkpoint; None where vLLM is not installed."""
+    logger = types.SimpleNamespace(warning_once=print, info_once=print, warning=print)
+    path = "model_executor/model_loader/weight_utils.py"
+    return of_vllm(path, "maybe_remap_kv_scale_name", logger=logger, re=re)
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("per", ["tensor", "layer", "head"])
+def test_vllms_loaders_take_the_scales(arrays, tmp_path, per):
+    """Its parameter of one scale, and the loader of scales by head, hold the numbers of the file."""
+    torch = pytest.importorskip("torch")
+    if (remap := vllm_remap()) is None:
+        pytest.skip("vLLM is not installed")
+    heads = arrays["key"].shape[2]
+    layer = types.SimpleNamespace(num_kv_heads=heads)
+    quantization = "model_executor/layers/quantization"
+    load_heads = of_vllm(
+        f"{quantization}/compressed_tensors/compressed_tensors.py", "_tp_aware_loader", torch=torch,
+        layer=layer, Literal=Literal, get_tensor_model_parallel_rank=lambda: 0,
+        get_tensor_model_parallel_world_size=lambda: 1,
+        self=types.SimpleNamespace(quant_config=types.SimpleNamespace(total_num_kv_heads=heads)),
+    )  # fmt: skip
+    one = of_vllm(f"{quantization}/kv_cache.py", "KVCacheScaleParameter", torch=torch)
+    tools.write_scales(arrays, tmp_path / "scales.safetensors", per)
+    stored = files.read(tmp_path / "scales.safetensors").arrays
+    for name, scale in stored.items():
+        side = name[-len("k_scale")]
+        loaded = name.replace("self_attn.", "self_attn.attn.")
+        assert remap(name, {loaded: None}) == loaded
+        if per == "head":
+            parameter = torch.nn.Parameter(torch.ones(heads), requires_grad=False)
+            load_heads(parameter, torch.tensor(scale), side, "scale")
+        else:
+            parameter = one()
+            one.weight_loader(parameter, torch.tensor(scale))
+        np.testing.assert_array_equal(parameter.numpy().reshape(-1), scale)
+    assert len(stored) == 2 * len(arrays["key"])
 
 
 @pytest.mark.parametrize("per", ["tensor", "head", "layer"])
@@ -170,3 +208,40 @@ def test_pictures_of_policies_and_of_heads(arrays, tmp_path):
         assert (tmp_path / f"{name}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert (tmp_path / "report.html").read_text().count("<svg") == 10
     assert json.loads((tmp_path / "study.json").read_text())["budget"]
+
+
+@pytest.mark.parametrize("threshold", [0.012, 0.02, 0.2])
+def test_the_advice_is_what_the_measured_table_says(arrays, tmp_path, threshold):
+    """The first line names the smallest scheme of the printed table whose worst head is within the limit."""
+    np.savez(tmp_path / "kv.npz", **arrays)
+    command = [
+        "study",
+        str(tmp_path / "kv.npz"),
+        "--threshold",
+        str(threshold),
+        "-o",
+        str(tmp_path / "report"),
+    ]
+    done = CliRunner().invoke(main, [*command, "--schemes", "int4:g32,q8_0,int8:g8,fp8,kivi4"])
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    heading = next(i for i, line in enumerate(lines) if line.startswith("scheme "))
+    names = re.split(r"  +", lines[heading].strip())
+    rows = [
+        dict(zip(names, re.split(r"  +", line.strip()), strict=False)) for line in lines[heading + 1 :][:5]
+    ]
+    within = [row for row in rows if float(row["worst output"]) <= threshold]
+    best = min(within, key=lambda row: float(row["bits"]))
+    advice = f"{best['scheme']}, {best['bits']} bits a number, {best['bytes a token']} bytes a token"
+    assert advice in lines[2]
+    with (tmp_path / "report" / "table.csv").open() as file:
+        [stored] = [line for line in csv.DictReader(file) if line["scheme"] == best["scheme"]]
+    assert float(stored["worst_output"]) <= threshold
+    front = [line.strip().partition(": ")[0] for line in lines[3:heading] if line.startswith("  ")]
+    for row in rows:  # each scheme beside the front is beaten by one of it in both
+        by = [each for each in rows if each["scheme"] in front]
+        assert any(
+            float(each["bits"]) <= float(row["bits"])
+            and float(each["worst output"]) <= float(row["worst output"])
+            for each in by
+        )

@@ -131,13 +131,16 @@ class StudyPlan:
         ]
         return replace(self, schemes=schemes, policies=policies)
 
-    def fitting(self, queries: Any) -> StudyPlan:
+    def fitting(self, queries: Any, no_queries: str = "none") -> StudyPlan:
         """Return the plan for a layer with these queries: without any, there is no oracle."""
         if queries is not None:
             return self
         if self.target is not None:
-            wanted = "queries, because a mix is chosen by the errors of attention's outputs"
-            raise argument_error("source", wanted, "none")
+            wanted = (
+                "queries, because a mix is chosen by the errors of attention's outputs (an array `query`, or "
+                "their names, queries='q_{l}')"
+            )
+            raise argument_error("source", wanted, no_queries)
         if self.judge is not None:
             raise argument_error("judge", "None, as the source has no queries", self.judge)
         oracles = {each.name for each in self.policies if each.scorer == ORACLE}

@@ -170,6 +170,13 @@ def study(
             (side.heads, side.dim, name == "values") for each in layers for name, side in each.sides.items()
         }
         schemes, notes = fitting_schemes(sides, DEFAULT if target is None else MIXED)
+        if not schemes:
+            key = layers[0].key
+            wanted = (
+                f"some that fit {key.heads} heads of {key.dim} elements (if these are {key.dim} heads of "
+            )
+            wanted += f"{key.heads} elements: layout='| l n c h')"
+            raise argument_error("schemes", wanted, "none")
     plan = Lazy(partial(make_plan, target=target), schemes, evict, budget, judge, rope)
     found = study_layers(opened, plan, progress, mapper)
     return replace(found, threshold=threshold, notes=(*notes, *found.notes))
@@ -298,7 +305,7 @@ class StudiedLayer:
 def study_layer(source: Lazy, plan: Lazy, title: str, i: int) -> StudiedLayer:
     """Study a layer under all schemes and policies, each in a thread."""
     layer, name = source.value.layer(i), source.value.name
-    chosen = plan.value.fitting(layer.queries).at_layer(i, *source.value.places)
+    chosen = plan.value.fitting(layer.queries, layer.no_queries).at_layer(i, *source.value.places)
     for side in (layer.key, layer.value):
         if 0 in (side.tokens, side.heads, side.dim):
             got = f"{side.tokens} tokens of {side.heads} heads of {side.dim} elements in {layer.name}"
