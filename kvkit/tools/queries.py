@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvkit import layouts
 from kvkit.checks.values import positive_number
 from kvkit.errors import argument_error, brief, describe
 from kvkit.files.contents import nested
@@ -29,14 +30,14 @@ class FoundQueries(NamedTuple):
 
 
 def find_queries(
-    arrays: Mapping[str, Any], named: LayerNames | None, layers: int, starts: Array,
-    open_keys: Callable[[], Any], axes: Sequence[str] = (),
+    arrays: Mapping[str, Any], named: LayerNames | None, layout: Any, layers: int, starts: Array,
+    open_keys: Callable[[], Any],
 ) -> FoundQueries:  # fmt: skip
     """Find the queries of the last tokens of each sequence; `open_keys` returns a `SideReader` of keys.
 
     They are one array, a list of layers, or arrays of layers whose names are those of the keys with "query"
     for "key". A layer is [sequences, tokens, heads, dim], or [tokens, heads, dim] for one sequence or for all
-    packed tokens; or it has the `axes` of the keys' layout in their order, or rows of all heads.
+    packed tokens; or it has the axes of the keys' layout in their order, or rows of all heads.
     """
     name = next((name for name in QUERY_NAMES if nested(arrays, name) is not None), None)
     if name is not None:
@@ -46,7 +47,7 @@ def find_queries(
         given, names, name = [arrays[each] for each in of_layers], tuple(of_layers), of_layers[0]
     else:
         return FoundQueries()
-    keys = open_keys()
+    keys, axes = open_keys(), () if layout is None else layouts.parse(layout).axes
     heads, dim = keys.heads, keys.dim
     orders = [
         [split_queries(each, heads, dim, starts) for each in layers_in_order]

@@ -263,8 +263,7 @@ def open_arrays(
 
     `rows` are rows of a pool to read instead; where sequences are arrays of their own, all rows are read.
     """
-    dtypes = dict.fromkeys(each.dtype for each in leaves(source.require_cache()))
-    code_dtypes = {dtype for dtype in dtypes if BY_DTYPE.get(plain_dtype(dtype)) not in FLOATS}
+    code_dtypes, notes_on_floats = dtypes_of_codes(source)
     format_name = source.format_of(code_dtypes, from_format) if code_dtypes else None
     formats = formats_of_sides(format_name) if format_name else None
     if rotation is not None and source.contents.description.rotation == "none":
@@ -289,10 +288,8 @@ def open_arrays(
         rotated = format is not None or source.contents.kind not in llama.TITLES.values()  # llama.cpp: codes
         return undo_rotation(reader, undone, which == "values") if undone and rotated else reader
 
-    axes = layouts.parse(source.layout).axes if source.layout is not None else ()
-    beside = find_queries(
-        source.arrays, source.layer_names, len(codes.keys), starts, lambda: side("keys", 0), axes
-    )
+    named = source.layer_names, source.layout
+    beside = find_queries(source.arrays, *named, len(codes.keys), starts, lambda: side("keys", 0))
     queries, notes = beside.layers, beside.notes
     no_queries = "none" if queries or not notes else notes[0]
     scale = scale_of_scores(source.arrays, latent and queries is not None) if queries else None
@@ -314,9 +311,7 @@ def open_arrays(
             no_queries=no_queries,
         )  # fmt: skip
 
-    notes = (*notes, *notes_that_hold(source.notes, undone is not None))
-    if np.dtype(np.float64) in map(plain_order, dtypes):
-        notes = (*notes, "float64 is read as float32")
+    notes = (*notes, *notes_on_floats, *notes_that_hold(source.notes, undone is not None))
     notes = (*notes, *source.unread((*beside.names, *MASK_NAMES, *[SCALE] * bool(queries))))
     if pages is None and len(codes.keys[0]) > 1 and not source.saved:
         notes = (*notes, NO_TABLES)
@@ -445,6 +440,14 @@ def decode_tokens(
         tokens = tokens_of_row.get(part, with_one_scale) if array.ndim else 0
         cut[part] = array[low // tokens : high // tokens] if tokens else array
     return decode(cut, format)[begin - low : end - low]
+
+
+def dtypes_of_codes(source: CacheSource) -> tuple[set[np.dtype], tuple[str, ...]]:
+    """Return (the dtypes of a cache that are not read as floats, notes on those that are)."""
+    dtypes = {each.dtype for each in leaves(source.require_cache())}
+    codes = {dtype for dtype in dtypes if BY_DTYPE.get(plain_dtype(dtype)) not in FLOATS}
+    wide = any(plain_order(dtype) == np.float64 for dtype in dtypes)
+    return codes, ("float64 is read as float32",) * wide
 
 
 def plain_order(dtype: np.dtype) -> np.dtype:
