@@ -103,3 +103,16 @@ def test_what_decides_the_first_hash():
     assert len(set(chains)) == len(changes)
     for same in ({"num_blocks": 9}, {"cache_layout": 0}):
         assert PagedCache(**{**usual, **same}).blocks.add()._chain[0] == chains[0]
+
+
+def test_layers_without_rows_refuse_an_empty_batch():
+    """Else other layers would wait for as many tokens of a batch that the cache does not have."""
+    cache = PagedCache(8, 4, LAYERS, HEADS, DIM, np.float32)
+    for shape in ((0, HEADS, 3, DIM), (1, 0, 3, DIM), (1, HEADS, 3, 0)):
+        states = np.zeros(shape, np.float32)
+        assert refused(cache.update, states, states, 0).startswith("key_states: expected [batch, heads, ")
+    states = np.zeros((2, HEADS, 3, DIM), np.float32)
+    for layer in range(LAYERS):
+        cache.update(states, states, layer)
+    assert cache.batch_size == 2
+    assert cache.get_seq_length() == 3

@@ -126,3 +126,12 @@ def test_mistakes_of_a_device(tmp_path, operator, change, cause):
             counts[next((name for name in (cause, "no cause") if name in each.why), each.why)] += 1
     print(operator, counts)
     assert counts[cause] >= 0.9 * counts.total()
+
+
+def test_queries_without_elements():
+    """They explain nothing."""
+    inputs = {name: np.zeros((1, 2, 3, 0), np.float32) for name in ("query", "key", "value")}
+    lse, errors = np.random.default_rng(0).standard_normal((2, 1, 2, 3), np.float32)
+    found = diff({"lse": lse}, {"lse": lse + errors}, like=inputs)
+    assert [array.name for array in found.arrays] == ["lse"]
+    assert not found.causes

@@ -216,7 +216,7 @@ class PagedLayer(BaseLayer):
     ) -> tuple[States, States]:
         store, rows = self._store, self.rows
         checked_format("key_states", key_states, FLOATS, 4, CACHE_AXES)
-        batch, tokens = len(rows.sequences) or key_states.shape[0], key_states.shape[2]
+        batch, tokens = len(rows.sequences) or max(key_states.shape[0], 1), key_states.shape[2]
         dims = store.value_dim, store.rope_dim or store.dim
         check_geometry(key_states, value_states, Geometry(batch, store.heads, *dims, store.format))
         if cache_position is not None:

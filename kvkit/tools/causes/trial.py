@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,7 +83,7 @@ class Trial:
         query, array = self.like.get("query"), self.expected
         if not isinstance(query, np.ndarray) or not self.is_float or self.before is not None:
             return False
-        return query.ndim - array.ndim in (0, 1) and array.size % max(query[..., 0].size, 1) == 0
+        return query.ndim - array.ndim in (0, 1) and array.size % max(math.prod(query.shape[:-1]), 1) == 0
 
     def axis(self, name: str) -> Any:
         """Return the index of an axis; None if the array lacks it."""
