@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 
 import numpy as np
@@ -162,8 +163,10 @@ def test_local_workers_are_reached_by_their_user_alone(tmp_path):
         assert {address.ip for address in sockets} == {"127.0.0.1"}
         for address in sockets:
             for path in ("status", "info/main/workers.html", "json/counts.json"):
-                with pytest.raises(OSError, match=r"404|reset|closed"):
+                with pytest.raises(OSError, match=r"404|reset|closed") as refused:
                     urllib.request.urlopen(f"http://127.0.0.1:{address.port}/{path}", timeout=20)
+                if isinstance(refused.value, urllib.error.HTTPError):
+                    refused.value.close()  # it holds the page's connection
         port = client.scheduler.address.rpartition(":")[2]
         with pytest.raises(OSError, match=r"Timed out|reset|closed"):
             distributed.Client(f"tcp://127.0.0.1:{port}", timeout=2)
