@@ -20,7 +20,7 @@ MODULES = "kvkit_cuda", "kvkit_cuda.ascend", "kvkit_cuda.dynamic_batching"
 HEADING = '"""Printed by `python -m kvkit_cuda.print_stubs`."""\n# fmt: off\n'
 WIDTH = 106  # columns of a line, without the indentation of a class
 ARRAY = "Array: TypeAlias = Any  # a numpy array, or a device array of any library\n"
-LIKE = set(typing.get_args(ArrayLike))
+LIKE = set(typing.get_args(getattr(ArrayLike, "__value__", ArrayLike)))  # from numpy 2.5 a `type` statement
 
 
 class Stub:
@@ -91,6 +91,7 @@ class Stub:
 
     def type(self, kind):
         """Return the source text of a type; numpy's array types become `Array`."""
+        kind = getattr(typing.get_origin(kind) or kind, "__value__", kind)  # of a `type` statement
         args, origin = typing.get_args(kind), typing.get_origin(kind)
         if origin in (typing.Union, types.UnionType):
             return " | ".join(dict.fromkeys(self.members(args)))

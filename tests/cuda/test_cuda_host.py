@@ -75,6 +75,7 @@ def test_a_stream_waits_for_other_streams_only(events):
 
 def test_a_linker_older_than_its_compiler_is_refused(monkeypatch):
     """The real one is given the PTX of a compiler to come; what it says is told, with a remedy."""
+    needs.packages()
     newer = re.sub(r"(?m)^\.version .*", ".version 99.9", needs.small_ptx(needs.OLDEST))
     monkeypatch.setattr(needs, "small_ptx", lambda found: newer)
     words = r" and the PTX of NVVM, version 99.9, got one that fails \(.*\): pip install"
@@ -84,6 +85,7 @@ def test_a_linker_older_than_its_compiler_is_refused(monkeypatch):
 
 def test_libraries_older_than_the_device_are_refused(monkeypatch):
     """Here those that are installed, for a device to come."""
+    needs.packages()
     monkeypatch.setitem(needs.FIRST, (99, 0), "99.8")
     words = r"linker \(nvJitLink\) of CUDA 99.8 or later, for compute capability 99.0 and .*: pip install"
     with pytest.raises(DeviceError, match=words):
