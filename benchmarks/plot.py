@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks import many_cores
 from benchmarks.table import PEERS
+from kvkit.tools.studies import plots
 
 HERE = Path(__file__).resolve().parent
 GROWTH, SHAPES, RIVALS, MODELS = (
@@ -26,6 +27,7 @@ STEP = re.compile(
 HEADS = re.compile(r"decode (?P<kind>\w+), (?P<heads>\d+) kv heads")
 PAGES = re.compile(r"pages of (?P<page>\d+), (?P<kind>\w+)")
 COLOURS = {"float16": "#2f7fd1", "int8": "#d1722f"}
+LOOKS = ("-", "o"), ("--", "s"), (":", "^"), ("-.", "v")  # of lines in one colour
 FLOOR = "a plain read"  # of the same bytes, dotted
 
 Lines = dict[str, list[tuple[int, float, float]]]  # (x, cost, floor) of each point, by line
@@ -82,9 +84,9 @@ def draw_growth(figure: Any) -> None:
         axes.plot([], [], ":", color="gray", linewidth=1, label=FLOOR)
         axes.set_xscale("log", base=2)
         axes.set_xlabel(label)
-        axes.set_ylim(0, 1.4 * max(cost for points in shown.values() for _, cost, _ in points))
+        axes.set_ylim(0, None)
         axes.set_ylabel(unit)
-        axes.legend(frameon=False, fontsize=8, ncols=2)
+        plots.legend_above(axes, 2)
 
 
 def draw_threads(figure: Any) -> None:
@@ -96,7 +98,7 @@ def draw_threads(figure: Any) -> None:
     bound = [min(count * machine.core, machine.memory) / 1e9 for count in many_cores.THREADS]
     by_threads.plot(many_cores.THREADS, bound, ":", color="gray", label="cores' reads, then memory")
     by_threads.set(xlabel="threads", ylabel="GB/s of the cache", ylim=(0, None))
-    by_threads.legend(frameon=False, fontsize=8)
+    plots.legend_above(by_threads)
     for name, times in many_cores.split_times(machine).items():
         of_the_best = [seconds / min(times) for seconds in times]
         by_splits.plot(many_cores.MOST_SPLITS, of_the_best, "o-", markersize=3, label=name)
@@ -106,24 +108,25 @@ def draw_threads(figure: Any) -> None:
 
 def draw_rivals(figure: Any) -> None:
     """Draw the time of a step of decoding with 8 key heads as a bar for kvkit and each peer, by case."""
-    axes, y, ticks = figure.subplots(), 0.0, []
+    axes, y, longest = figure.subplots(), 0, 0.0
     for result in json.loads(RIVALS.read_text())["results"]:
         if ", 8 kv heads" not in result["case"]:
             continue
-        case, times = result["case"].removeprefix("decode ").replace(", layout 3", ""), {}
+        case = (
+            result["case"].removeprefix("decode ").replace(", layout 3", "").replace("kv heads", "key heads")
+        )
+        axes.text(0, y, case, va="center", fontweight="bold")
+        y += 1
         for name, seconds in {"kvkit": result["seconds"], **result["beside"]}.items():
             if seconds and name in ("kvkit", *PEERS):
-                times[name] = seconds
-        ticks.append((y + (len(times) - 1) / 2, case))
-        for name, seconds in times.items():
-            axes.barh(y, seconds * 1e3, 0.8, color=COLOURS["float16" if name == "kvkit" else "int8"])
-            axes.text(seconds * 1e3, y, f" {name} {seconds * 1e3:.3g} ms", va="center", fontsize=8)
-            y += 1
-        y += 0.8
-    axes.set_yticks([place for place, _ in ticks], [case.replace(", ", ",\n") for _, case in ticks])
-    axes.invert_yaxis()
-    axes.margins(x=0.45)
-    axes.set_xlabel("ms of a step of one layer")
+                ours = name == "kvkit"
+                axes.barh(y, seconds * 1e3, 0.8, color=COLOURS["float16" if ours else "int8"])
+                axes.text(seconds * 1e3, y, f" {name} {seconds * 1e3:.3g} ms", va="center")
+                longest, y = max(longest, seconds * 1e3), y + 1
+        y += 1
+    axes.set(xlabel="ms of a step of one layer", xlim=(0, 1.8 * longest), ylim=(y - 1, -1))  # names need room
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
 
 
 def draw_models(figure: Any) -> None:
@@ -135,45 +138,31 @@ def draw_models(figure: Any) -> None:
             for name, seconds in ({"KvkitCache": result["seconds"]} | result["beside"]).items():
                 if seconds:
                     shown.setdefault(name, []).append((tokens, seconds * 1e3))
-    for name, points in shown.items():
+    looks = {True: iter(LOOKS), False: iter(LOOKS)}
+    for name, points in sorted(shown.items(), key=lambda item: -item[1][-1][1]):  # as they end, from above
         ours = name.startswith("Kvkit")
-        style = {"KvkitCache": "-", "DynamicCache": "-", "KvkitCache int8": "--", "StaticCache": "--"}
+        line, marker = next(looks[ours])
         axes.plot(
-            *zip(*points, strict=True), style.get(name, ":"), marker="o", markersize=3,
+            *zip(*points, strict=True), line, marker=marker, markersize=5,
             color=COLOURS["float16" if ours else "int8"], label=name,
         )  # fmt: skip
-    apart = least_apart([points[-1][1] for points in shown.values()])
-    for (name, points), at in zip(shown.items(), apart, strict=True):
-        colour = COLOURS["float16" if name.startswith("Kvkit") else "int8"]
-        axes.text(points[-1][0] * 1.15, at, name, fontsize=7, va="center", color=colour)
-    ticks, most = (
-        [tokens for tokens, _ in shown["KvkitCache"]],
-        max(height for points in shown.values() for _, height in points),
-    )
+    ticks = [tokens for tokens, _ in shown["KvkitCache"]]
+    most = max(height for points in shown.values() for _, height in points)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
-    axes.set_xticks(ticks, [f"{tokens:,}" for tokens in ticks], fontsize=7)
+    axes.set_xticks(ticks[-1::-2], [f"{tokens:,}" for tokens in ticks[-1::-2]])
     heights = [2**i for i in range(5, 12) if 2**i < most]
     axes.set_yticks(heights, [str(height) for height in heights])
-    axes.set_xlim(right=ticks[-1] * 6)
     axes.set_ylim(32, None)
     axes.set(xlabel="tokens of the context", ylabel="ms of a step")
-
-
-def least_apart(heights: list[float], least: float = 1.18) -> list[float]:
-    """Return places of labels beside heights on a logarithmic axis, each `least` times the one below."""
-    order = sorted(range(len(heights)), key=heights.__getitem__)
-    places = list(heights)
-    for below, above in itertools.pairwise(order):
-        places[above] = max(places[above], places[below] * least)
-    return places
+    plots.legend_above(axes, 2)
 
 
 PICTURES = {
-    "growth": (draw_growth, 9.5),
-    "threads": (draw_threads, 6),
-    "rivals": (draw_rivals, 6.5),
-    "models": (draw_models, 3.6),
+    "growth": (draw_growth, 13),
+    "threads": (draw_threads, 8),
+    "rivals": (draw_rivals, 7.5),
+    "models": (draw_models, 5),
 }  # and their heights in inches
 SOURCES = {
     "growth": (GROWTH, SHAPES),
@@ -188,11 +177,9 @@ def draw_svg(name: str, page: str) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    from kvkit.tools.studies import plots
-
     draw, height = PICTURES[name]
     with matplotlib.rc_context(plots.style(plots.INK[page])):
-        figure = Figure(figsize=(4.8, height), layout="constrained")
+        figure = Figure(figsize=(plots.WIDTH, height), layout="constrained")
         draw(figure)
         return plots.svg(figure).replace("</svg>", f"<desc>{digest(name)}</desc>\n</svg>")
 

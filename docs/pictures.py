@@ -40,6 +40,7 @@ THEMES = {  # ink, faint lines, and fills: of one sequence, of another, of keys,
     },
 }  # fmt: skip
 CELL = 26
+ENLARGED = 4 / 3  # letters of 12 are 16 pixels; a picture 366 wide has 12 on a phone
 
 
 class Drawing:
@@ -82,7 +83,8 @@ class Drawing:
         )
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
-            f'width="{width:.0f}" height="{height:.0f}" role="img" font-family="system-ui, sans-serif" '
+            f'width="{width * ENLARGED:.0f}" height="{height * ENLARGED:.0f}" role="img" '
+            f'font-family="system-ui, sans-serif" '
             f'fill="{colours["ink"]}"><title>{escape(self.title)}</title><defs>{head}</defs>{body}</svg>\n'
         )
 
@@ -90,26 +92,24 @@ class Drawing:
 def cache():
     """What a KV cache is: a new token is appended, its query meets all keys, values add up to the output."""
     drawing = Drawing("A KV cache: a new token is appended, and attends to every token before it")
-    words, first, wide = ["The", "Nile", "is", "the", "longest", "river"], 112, 64
+    words, first, wide = ["The", "Nile", "is", "the", "longest", "river"], 36, 58
     last = first + wide * (len(words) - 1)
-    drawing.box(last - 28, 30, 56, 26, "a", "query", 12)
-    drawing.box(last - 32, 208, 64, 26, "a", "output", 12)
-    drawing.text(12, 123, "KV cache", 13, bold=True)
-    drawing.text(12, 145, "a row for", 12)
-    drawing.text(12, 160, "each token", 12)
+    drawing.box(last - 26, 30, 52, 26, "a", "query", 12)
+    drawing.box(last - 26, 208, 52, 26, "a", "output", 12)
+    drawing.text(12, 48, "KV cache: a row for each token", 13, bold=True)
     for i, word in enumerate(words):
         x, new = first + i * wide, word == words[-1]
         drawing.text(x, 20, word, 13, "middle", bold=new)
         drawing.arrow(last, 56, x, 104)
-        drawing.box(x - 28, 106, 56, 26, "a" if new else "key", "key", 12)
-        drawing.box(x - 28, 136, 56, 26, "a" if new else "value", "value", 12)
+        drawing.box(x - 25, 106, 50, 26, "a" if new else "key", "key", 12)
+        drawing.box(x - 25, 136, 50, 26, "a" if new else "value", "value", 12)
         drawing.arrow(x, 162, last, 206)
     for i, line in enumerate((
-        "1. The new token's key and value (blue) are appended.",
-        "2. Its query meets every key, which gives each a weight.",
-        "3. The values, times their weights, add up to the output.",
+        "1. The new token's key and value (blue) are added.",
+        "2. Its query meets every key: each gets a weight.",
+        "3. The values, times their weights, are the output.",
     )):  # fmt: skip
-        drawing.text(12, 258 + i * 18, line, 13)
+        drawing.text(12, 258 + i * 18, line)
     return drawing
 
 
@@ -145,7 +145,7 @@ def vllm():
 
 def codes():
     """A head of a token in each format, to scale."""
-    drawing, scale = Drawing("Formats: the bytes of a head of 64 elements, to scale"), 1.7
+    drawing, scale = Drawing("Formats: the bytes of a head of 64 elements, to scale"), 1.3
     for i, (name, group) in enumerate(
         (("float32", 0), ("float16", 0), ("int8", 8), ("int8", 64), ("int4", 32))
     ):
@@ -157,7 +157,8 @@ def codes():
         if scales:
             drawing.box(12 + size * scale, y, scales * scale, 24, "b")
     drawing.box(12, 276, 14, 14, "b")
-    drawing.text(34, 288, "scales, float16: what a code of 1 stands for in its group", 13)
+    drawing.text(34, 288, "scales, float16: what a code of 1", 13)
+    drawing.text(34, 306, "stands for in its group", 13)
     return drawing
 
 
@@ -174,20 +175,20 @@ def plans():
     )
     for i, line in enumerate(index):
         drawing.text(22, 46 + i * 20, line, 13)
-    drawing.arrow(230, 70, 288, 70)
-    drawing.box(290, 54, 110, 32, "a", "plan(...)", 13)
-    drawing.text(406, 74, "checked once", 12)
+    drawing.arrow(67, 116, 67, 138)
+    drawing.box(12, 140, 110, 32, "a", "plan(...)", 13)
+    drawing.text(132, 160, "checked once", 12)
     for i in range(3):
-        y = 140 + i * 36
-        drawing.arrow(345, 86, 276, y + 14)
-        drawing.box(12, y, 262, 28, "b", f"layer {i}: multi_head_cache_attention", 12)
+        y = 190 + i * 36
+        drawing.arrow(67, 172, 86, y + 14)
+        drawing.box(88, y, 262, 28, "b", f"layer {i}: multi_head_cache_attention", 12)
     return drawing
 
 
-def tokens(drawing, x, y, words, fills):
+def tokens(drawing, x, y, words, fills, cell=CELL):
     """A row of tokens; the places of those that are gone are empty."""
     for i, (word, fill) in enumerate(zip(words, fills, strict=True)):
-        drawing.box(x + i * CELL, y, CELL, CELL, fill, word)
+        drawing.box(x + i * cell, y, cell, CELL, fill, word)
 
 
 def removal():
@@ -206,12 +207,12 @@ def removal():
         ),
     )  # fmt: skip
     for i, (call, positions, fills, words) in enumerate(rows):
-        y = 26 + i * 66
+        y = 26 + i * 98 - 18 * (i > 0)
         drawing.text(12, y - 7, call, 13, bold=True)
         tokens(drawing, 12, y, positions, fills)
         for line, each in enumerate(words):
-            drawing.text(12 + 8 * CELL + 14, y + 20 - 8 * len(words) + 16 * line + 6, each, 13)
-    drawing.text(12, 26 + 3 * 66 - 8, "a box is a row of keys and values, with its position", 13)
+            drawing.text(12, y + 44 + 17 * line, each, 13)
+    drawing.text(12, 308, "a box is a row of keys and values, with its position")
     return drawing
 
 
@@ -220,78 +221,77 @@ def pieces():
     drawing = Drawing("Pieces of rows: the query is rotated for each, and the outputs are merged")
     drawing.text(12, 16, "the query of position 5", 13, bold=True)
     for i, (words, fill, positions, lie) in enumerate((
-        ("rotated for 5", "key", "01", "rotated for 0, 1"),
-        ("rotated for 8 = 5 + 3", "b", "234", "rotated for 5, 6, 7: shift -3"),
+        ("rotated for 5", "key", "01", "keys rotated for 0, 1"),
+        ("rotated for 8 = 5 + 3", "b", "234", "keys rotated for 5, 6, 7: shift -3"),
         ("rotated for 5", "a", "5", "the new token's own key"),
     )):  # fmt: skip
         y = 28 + i * 62
         drawing.box(12, y, 150, 26, "a", words, 13)
         drawing.arrow(162, y + 13, 196, y + 13)
         tokens(drawing, 198, y, positions, [fill] * len(positions))
-        drawing.text(198, y + 42, lie, 12)
-        drawing.text(288, y + 18, "output, lse", 13)
-        drawing.arrow(360, y + 13, 408, 103)
-    drawing.box(410, 90, 62, 26, "value", "merge", 13)
+        drawing.text(12, y + 42, lie, 12)
+        drawing.arrow(282, y + 13, 306, 103)
+    drawing.box(308, 90, 58, 26, "value", "merge", 13)
+    drawing.text(368, 42, "outputs, lse", 12, "end")
     return drawing
 
 
 def fork():
     """Two sequences that share pages, one of which removes tokens."""
     drawing = Drawing("A fork shares pages; what one sequence removes stays in the other")
-    places = 12, 128, 244, 360
+    places, cell, wide = (12, 99, 186, 273), 20, 80
     for page, first in enumerate((0, 4, 8)):
-        tokens(drawing, places[page], 100, map(str, range(first, first + 4)), ["key"] * 4)
-        drawing.text(places[page] + 2 * CELL, 144, f"page {page}", 13, "middle")
-    tokens(drawing, places[3], 100, ["5", "6", "7", ""], [*["b"] * 3, "none"])
-    drawing.text(places[3] + 2 * CELL, 144, "page 3, copies", 13, "middle")
+        tokens(drawing, places[page], 100, map(str, range(first, first + 4)), ["key"] * 4, cell)
+    tokens(drawing, places[3], 100, ["5", "6", "7", ""], [*["b"] * 3, "none"], cell)
+    for page, x in enumerate(places):
+        drawing.text(x + wide / 2, 144, f"page {page}", 13, "middle")
     drawing.text(12, 18, "branch: fork(chat)", 13, bold=True)
     drawing.text(12, 226, "chat: then remove(chat, 2, 5)", 13, bold=True)
-    for page in (0, 1, 2):
-        x = places[page]
-        drawing.box(x, 28, 4 * CELL, 26, "a", "all 4 rows", 12)
-        drawing.arrow(x + 2 * CELL, 54, x + 2 * CELL, 98)
+    for x in places[:3]:
+        drawing.box(x, 28, wide, 26, "a", "all 4 rows", 12)
+        drawing.arrow(x + wide / 2, 54, x + wide / 2, 98)
     for page, words in ((0, "rows 0, 1"), (3, "3 rows"), (2, "all 4 rows")):
         x = places[page]
-        drawing.box(x, 182, 4 * CELL, 26, "a", words, 12)
-        drawing.arrow(x + 2 * CELL, 182, x + 2 * CELL, 150)
-    drawing.text(12, 252, "chat reads page 0, then 3, then 2", 13)
-    drawing.text(12, 270, "a box of a page is a row, with its first position", 13)
+        drawing.box(x, 182, wide, 26, "a", words, 12)
+        drawing.arrow(x + wide / 2, 182, x + wide / 2, 150)
+    drawing.text(12, 252, "chat reads page 0, then 3 (of copies), then 2", 13)
+    drawing.text(12, 270, "a box of a page is a row, with its first position")
     return drawing
 
 
 def hybrid():
     """What each kind of layer of a hybrid model stores for nine tokens."""
-    drawing = Drawing("What lies where: a state, rows of keys and values, shared rows, latent rows")
-    first, wide = 150, 9 * CELL
-    for i, (name, words) in enumerate((
-        ("StateLayer", ("one state of all tokens,", "and copies at checkpoints")),
-        ("DynamicLayer", ("a key and a value", "for each token and head")),
-        ("SharedLayer(of=1)", ("no rows: it reads", "those of layer 1")),
-        ("LatentLayer", ("a row for all heads: key and value", "are c, and the rotated r is key alone")),
-    )):  # fmt: skip
-        y = 34 + i * 76
-        drawing.text(12, y + 16, f"layer {i}", 13, bold=True)
-        drawing.text(12, y + 34, name, 12)
-        for line, each in enumerate(words):
-            drawing.text(first + wide + 22, y + 14 + 18 * line, each, 13)
+    drawing, first = (
+        Drawing("What lies where: a state, rows of keys and values, shared rows, latent rows"),
+        12,
+    )
+    for y, title, words in (
+        (18, "layer 0, StateLayer", "one state of all tokens, copies at checkpoints"),
+        (148, "layer 1, DynamicLayer", "a key and a value for each token and head"),
+        (260, "layer 2, SharedLayer(of=1)", "no rows: it reads those of layer 1"),
+        (352, "layer 3, LatentLayer", "a row for all heads: key and value are c,"),
+    ):
+        drawing.text(first, y, title, 13, bold=True)
+        drawing.text(first, y + 18, words)
+    drawing.text(first, 386, "and the rotated r is key alone")
     for token in range(9):
-        drawing.text(first + (token + 0.5) * CELL, 20, str(token), 12, "middle")
-    drawing.box(first + wide - 2 * CELL, 34, 2 * CELL, 2 * CELL, "a", "state")
+        drawing.text(first + (token + 0.5) * CELL, 58, str(token), 12, "middle")
+    drawing.box(first + 7 * CELL, 66, 2 * CELL, 2 * CELL, "a", "state")
     for at in (4, 1):
-        drawing.box(first + at * CELL, 34, 2 * CELL, 2 * CELL, "none", f"at {at + 2}")
-    tokens(drawing, first, 110, ["k"] * 9, ["key"] * 9)
-    tokens(drawing, first, 110 + CELL, ["v"] * 9, ["value"] * 9)
-    drawing.arrow(first + wide / 2, 214, first + wide / 2, 110 + 2 * CELL + 4)
-    drawing.box(first + wide / 2 - 40, 214, 80, CELL, "a", "query")
+        drawing.box(first + at * CELL, 66, 2 * CELL, 2 * CELL, "none", f"at {at + 2}")
+    tokens(drawing, first, 176, ["k"] * 9, ["key"] * 9)
+    tokens(drawing, first, 176 + CELL, ["v"] * 9, ["value"] * 9)
+    drawing.box(first + 9.5 * CELL, 294, 80, CELL, "a", "query")
+    drawing.arrow(first + 11 * CELL, 294, first + 9 * CELL + 4, 176 + 1.5 * CELL)
     for token in range(9):
-        drawing.box(first + token * CELL, 262, CELL, 1.4 * CELL, "b", "c")
-        drawing.box(first + token * CELL, 262 + 1.4 * CELL, CELL, 0.8 * CELL, "key", "r")
+        drawing.box(first + token * CELL, 398, CELL, 1.4 * CELL, "b", "c")
+        drawing.box(first + token * CELL, 398 + 1.4 * CELL, CELL, 0.8 * CELL, "key", "r")
     return drawing
 
 
 def latent():
     """A latent row in each form, to scale; and where the scales of a block of 584-byte rows lie."""
-    drawing, scale = Drawing("A latent row: its bytes in each form, and what is key and value"), 0.42
+    drawing, scale = Drawing("A latent row: its bytes in each form, and what is key and value"), 0.28
     forms = (
         ("bfloat16, 1,152 bytes: one array", [(1024, "b", "c, 512 numbers"), (128, "key", "r")], 0),
         ("two arrays, 1,024 and 128 bytes", [(1024, "b", "c"), (128, "key", "r")], 26),
@@ -303,43 +303,44 @@ def latent():
         for size, fill, name in parts:
             drawing.box(round(x, 1), y, round(size * scale, 1), 26, fill, name)
             x += size * scale + gap
-    drawing.text(12, 194, "ds_v4, 584 bytes: a block of 3 tokens, with its end padded", 13)
+    drawing.text(12, 194, "ds_v4, 584 bytes: 3 tokens, and a padded end", 13)
     x = 12.0
     pieces = [(448, "b", "codes"), (128, "key", "r")] * 3 + [(8, "value", "")] * 3 + [(552, "none", "")]
     for size, fill, name in pieces:
-        width = round(size * 0.24, 1)
+        width = round(size * 0.146, 1)
         drawing.box(round(x, 1), 200, width, 26, fill, name)
         x += width
     for i, (fill, words) in enumerate((
-        ("b", "c, the latent part: the value, and the first elements of the key"),
-        ("key", "r, the rotated part: the last elements of the key (in ds_v4 of the value too)"),
-        ("value", "scales: four float32 in a row of ds_mla, eight bytes a token in ds_v4"),
+        ("b", ("c, the latent part: the value,", "and the first elements of the key")),
+        ("key", ("r, the rotated part: the last elements", "of the key (in ds_v4 of the value too)")),
+        ("value", ("scales: four float32 in a row of ds_mla,", "eight bytes a token in ds_v4")),
     )):  # fmt: skip
-        drawing.box(12, 244 + i * 22, 14, 14, fill)
-        drawing.text(34, 256 + i * 22, words, 13)
+        drawing.box(12, 244 + i * 42, 14, 14, fill)
+        for line, each in enumerate(words):
+            drawing.text(34, 256 + i * 42 + line * 17, each, 13)
     return drawing
 
 
 def states():
     """One step of the gated delta rule: what a token does to the state of a head."""
-    drawing, side, y = Drawing("A step of the gated delta rule: decay, error, write, read"), 4 * CELL, 74
+    drawing, side, y = Drawing("A step of the gated delta rule: decay, error, write, read"), 58, 74
     steps = ("decay", "compare", "write", "read")
-    at = [12, 12 + side + 66, 12 + 2 * (side + 66), 12 + 3 * (side + 66)]
+    at = [12 + i * (side + 34) for i in range(4)]
     for i, (x, word) in enumerate(zip(at, steps, strict=True)):
-        drawing.text(x, 16, f"{i + 1}. {word}", 13, bold=True)
+        drawing.text(x, 16, f"{i + 1}. {word}", 12, bold=True)
         fill = "a" if i == 0 else "key" if i == 1 else "b"
-        drawing.box(x, y, side, side, fill, "S" if i < 2 else "S + k δ'", 13)
+        drawing.box(x, y, side, side, fill, "S" if i < 2 else "S + k δ'", 12)
         if i < 3:
-            drawing.arrow(x + side + 6, y + side / 2, x + side + 60, y + side / 2)
-    drawing.text(at[0] + side + 10, y + side / 2 - 8, "e^g", 13)
+            drawing.arrow(x + side + 3, y + side / 2, x + side + 32, y + side / 2)
+    drawing.text(at[0] + side + 17, y + side / 2 - 8, "e^g", 12, "middle")
     drawing.box(at[1], 40, side, CELL, "none", "k", 13)
     drawing.arrow(at[1] + side / 2, 66, at[1] + side / 2, 73)
-    drawing.box(at[1], y + side + 34, side, CELL, "value", "δ = β (v - S'k)", 12)
+    drawing.box(at[1] - 20, y + side + 34, side + 40, CELL, "value", "δ = β (v - S'k)", 12)
     drawing.arrow(at[1] + side / 2, y + side, at[1] + side / 2, y + side + 32)
-    drawing.arrow(at[1] + side + 4, y + side + 46, at[2] + side / 2, y + side + 4)
+    drawing.arrow(at[1] + side + 22, y + side + 46, at[2] + side / 2, y + side + 4)
     drawing.box(at[3], 40, side, CELL, "none", "q", 13)
     drawing.arrow(at[3] + side / 2, 66, at[3] + side / 2, 73)
-    drawing.box(at[3], y + side + 34, side, CELL, "value", "o = scale S'q", 12)
+    drawing.box(at[3] - 20, y + side + 34, side + 40, CELL, "value", "o = scale S'q", 12)
     drawing.arrow(at[3] + side / 2, y + side, at[3] + side / 2, y + side + 32)
     return drawing
 

@@ -93,8 +93,8 @@ def plot(found, trained, path, ink="#1f2933"):
     from matplotlib import pyplot, ticker
 
     names = "text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"
-    with matplotlib.rc_context(dict.fromkeys(names, ink)):
-        figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 4.6), height_ratios=(2, 1))
+    with matplotlib.rc_context(dict.fromkeys(names, ink) | {"font.size": 12, "axes.titlesize": 12}):
+        figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(4.5, 6), height_ratios=(2, 1))
         for (name, (losses, stored)), colour in zip(found.items(), ("#228be6", "#f76707"), strict=True):
             means = [perplexity(np.concatenate(losses[i : i + 2])) for i in range(0, len(losses), 2)]
             above.plot(2 * CHUNK * (np.arange(len(means)) + 0.5), means, color=colour, label=LABELS[name])
@@ -102,9 +102,10 @@ def plot(found, trained, path, ink="#1f2933"):
         above.set(yscale="log", ylabel="perplexity", yticks=[5, 10, 20, 40], ylim=(5, None))
         above.yaxis.set_major_formatter(ticker.ScalarFormatter())
         above.yaxis.set_minor_locator(ticker.NullLocator())
-        above.text(trained, 5.2, " training length", fontsize=9)
-        above.legend(frameon=False)
+        above.set_title("dotted: training length", loc="right")
+        above.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1.1), borderpad=0)
         below.set(xlabel="tokens read", ylabel="tokens stored", ylim=0)
+        below.xaxis.set_major_locator(ticker.MaxNLocator(4))
         below.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
         below.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
         for axes in above, below:

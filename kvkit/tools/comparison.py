@@ -498,7 +498,7 @@ def draw_maps(path: FilePath, maps: Mapping[str, Any]) -> None:
     """Draw a map of tokens by layers and heads for each array that differs."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.8, 2.4 * len(maps) + 0.4), layout="constrained")
+    figure = Figure(figsize=(4.8, 2.8 * len(maps) + 0.4), layout="constrained")
     places = figure.subplots(len(maps), squeeze=False)[:, 0]
     for axes, (name, (counts, letters)) in zip(places, maps.items(), strict=True):
         outer = [letters.index(axis) for axis in "lh" if axis in letters[: counts.ndim]]

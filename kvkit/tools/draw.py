@@ -181,7 +181,8 @@ def cells(
     lines = [(str(at // across), drawn_cells[at : at + across]) for at in range(0, count, across)]
     words = legend(pages.lengths.tolist(), [cell.text for cell in drawn_cells])
     if kind == "svg":
-        return svg.picture("rows of a cache, by sequence", [*lines, (words, [])], len(pages.lengths))
+        notes: list[tuple[str, list[svg.Cell]]] = [(words, []) for words in words.split("; ")]
+        return svg.picture("rows of a cache, by sequence", [*lines, *notes], len(pages.lengths))
     wide = len(str(len(lines) - 1))
     return "\n".join(
         [*(f"{label:>{wide}}  {''.join(cell.text for cell in row)}" for label, row in lines), words]

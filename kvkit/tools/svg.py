@@ -8,9 +8,9 @@ from html import escape
 
 from kvkit.errors import printable
 
-HEIGHT, CHARACTER, MARGIN = 24, 7.2, 12  # pixels
+HEIGHT, CHARACTER, MARGIN = 32, 9.6, 12  # pixels, for letters of 16
 STYLE = """
-.kvkit text{font:12px ui-monospace,monospace;white-space:pre;fill:#1b1f24}
+.kvkit text{font:16px ui-monospace,monospace;white-space:pre;fill:#1b1f24}
 .kvkit .note{fill:#57606a}
 .kvkit rect{stroke:#8b949e;stroke-width:.75}
 .kvkit .none{fill:#ffffff;stroke:none}.kvkit .free{fill:#f6f8fa}.kvkit .stale{fill:#d0d7de}
@@ -60,7 +60,7 @@ def picture(title: str, rows: Iterable[tuple[str, list[Cell]]], sequences: int =
     for i, (label, cells) in enumerate(rows):
         y = MARGIN + i * HEIGHT
         note = "" if cells else ' class="note"'
-        lines.append(f'<text{note} x="{MARGIN}" y="{y + 16}">{words(label)}</text>')
+        lines.append(f'<text{note} x="{MARGIN}" y="{y + 21}">{words(label)}</text>')
         x = MARGIN + indent * CHARACTER
         for cell in cells:
             lines.append(box(cell, x, y))
@@ -76,7 +76,7 @@ def words(text: str) -> str:
 def box(cell: Cell, x: float, y: float) -> str:
     """Draw one cell."""
     size = cell.width * CHARACTER
-    text = f'<text x="{x + size / 2:.1f}" y="{y + 16}" text-anchor="middle">{words(cell.text)}</text>'
+    text = f'<text x="{x + size / 2:.1f}" y="{y + 21}" text-anchor="middle">{words(cell.text)}</text>'
     title = f"<title>{words(cell.title)}</title>" if cell.title else ""
     return (
         f'<g>{title}<rect class="{cell.kind}" x="{x:.1f}" y="{y}" width="{size:.1f}" height="{HEIGHT - 2}"/>'

@@ -26,6 +26,8 @@ DPI = 300  # of pictures for print
 KINDS = {"fewer bits": "#2a9d8f", "fewer tokens": "#e76f51", "both": "#7b5ea7"}
 MAPS = 4  # maps in a row
 LONG = 32  # signs: a longer mix has no name of its own in the picture of all schemes
+WIDTH = 4.5  # inches: wider pictures have smaller letters on a phone
+LETTERS = 12  # points, as large as a page's
 NEAR = 10  # points: a name at this distance from its point needs no line to it
 MOST_RINGS = 60  # distances to try for a name
 EIGHTHS = 1, -1, 0, 7, -7, 8, 2, -2, 6, -6, 3, -3, 5, -5, 4, -4  # directions to try, in eighths of pi
@@ -100,23 +102,20 @@ def head_map(study: StudyRecord, scheme: str, Figure: Any) -> Any:
             at = line_of_layer[row["layer"]], row["head"]
             table[at] = max(table[at], row[measure])
     figure = Figure(
-        figsize=(3.2 + 0.12 * study.num_kv_heads, 1.4 + 0.13 * len(study.layers)), layout="constrained"
+        figsize=(3.6 + 0.2 * study.num_kv_heads, 1.6 + 0.21 * len(study.layers)), layout="constrained"
     )
     ax = figure.subplots()
     image = ax.imshow(100 * table, cmap="viridis", vmin=0, aspect="auto", interpolation="nearest")
-    ax.set_yticks(
-        range(len(study.layers)), [name.removeprefix("layer ") for name in study.layers], fontsize=6
-    )
-    ax.set_xticks(range(study.num_kv_heads))
+    ax.set_yticks(range(len(study.layers)), [name.removeprefix("layer ") for name in study.layers])
+    ax.set_xticks(range(0, study.num_kv_heads, -(-study.num_kv_heads // 8)))
     ax.set_xlabel("key head")
     ax.set_ylabel("layer")
     if study.mix is not None and study.mix.text == scheme:
         formats = [key if key == value else f"{key} / {value}" for _, key, value in study.mix.layers]
         right = ax.secondary_yaxis("right")
-        right.set_yticks(range(len(formats)), formats, fontsize=6)
+        right.set_yticks(range(len(formats)), formats)
         right.tick_params(length=0)
-    title = f"{scheme if study.mix is None else 'the chosen mix'}; {size_in_words(study)}"
-    ax.set_title(title, fontsize=8)
+    ax.set_title(f"{scheme if study.mix is None else 'the chosen mix'};\n{size_in_words(study)}")
     what = "outputs" if study.by_attention else "keys or values"
     figure.colorbar(image, ax=ax, label=f"error of {what} (%)")
     return figure
@@ -124,7 +123,7 @@ def head_map(study: StudyRecord, scheme: str, Figure: Any) -> Any:
 
 def bits_or_tokens(study: StudyRecord, Figure: Any, ink: str) -> Any:
     """Draw the error of outputs against bytes for fewer bits, fewer tokens, and both: the best of each."""
-    figure = Figure(figsize=(4.8, 3.2), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 4.4), layout="constrained")
     ax = figure.subplots()
     kinds: dict[str, list[tuple[float, float]]] = {name: [] for name in KINDS}
     for one in study.summary:
@@ -142,13 +141,12 @@ def bits_or_tokens(study: StudyRecord, Figure: Any, ink: str) -> Any:
     ax.set_xscale("log")
     shown = [error for points in kinds.values() for _, error in points if error > 0]
     if shown:
-        ax.set_yscale("symlog", linthresh=min(shown), linscale=0.3)
-        ax.set_ylim(0, 1.6 * max(shown))
+        scale_from_zero(ax, min(shown), 1.6 * max(shown))
     readable_bytes(ax)
-    ax.set_xlabel("bytes per token of the context")
+    turn_ticks(ax)
+    ax.set_xlabel(f"bytes per token of the context;\n{size_in_words(study)}")
     ax.set_ylabel("relative error of outputs")
-    ax.set_title(size_in_words(study), fontsize=8, loc="right")
-    ax.legend(frameon=False, fontsize=8, loc="upper right")
+    legend_above(ax)
     return figure
 
 
@@ -159,7 +157,7 @@ def scorer_panels(study: StudyRecord, Figure: Any, ink: str) -> Any:
         if (parts := parts_of(one.scheme)) is not None:
             lines.setdefault(parts.scorer, []).append((one.bytes_per_token, one.output_error or 0.0))
     wide, high = min(len(lines), MAPS), -(-len(lines) // MAPS)
-    figure = Figure(figsize=(1.9 * wide + 0.6, 1.7 * high + 0.5), layout="constrained")
+    figure = Figure(figsize=(1.9 * wide + 0.9, 1.8 * high + 1.2), layout="constrained")
     axes = figure.subplots(high, wide, sharex=True, sharey=True, squeeze=False).ravel()
     for ax, name in itertools.zip_longest(axes, lines):
         if name is None:
@@ -169,16 +167,15 @@ def scorer_panels(study: StudyRecord, Figure: Any, ink: str) -> Any:
             ax.plot(*zip(*sorted(points), strict=True), ".", color=ink, alpha=0.18, markersize=4)
         ax.plot(*zip(*lines[name], strict=True), "o", color="#2a9d8f", markersize=3)
         ax.plot(*zip(*best_of(lines[name]), strict=True), color="#2a9d8f", linewidth=1.2)
-        ax.set_title(name, fontsize=8)
+        ax.set_title(name)
     axes[0].set_xscale("log")
     if min(error for points in lines.values() for _, error in points) > 0:
-        axes[0].set_yscale("log")
+        scale_logarithmic(axes[0])
     readable_bytes(axes[0])
     for ax in axes:
-        ax.tick_params(labelsize=7)
-        ax.tick_params(axis="x", labelrotation=45)
-    figure.supxlabel(f"bytes per token of the context; {size_in_words(study)}", fontsize=8)
-    figure.supylabel("relative error of outputs", fontsize=8)
+        turn_ticks(ax)
+    figure.supxlabel(f"bytes per token of the context;\n{size_in_words(study)}", fontsize=LETTERS)
+    figure.supylabel("relative error of outputs", fontsize=LETTERS)
     return figure
 
 
@@ -200,11 +197,43 @@ def readable_bytes(ax: Any) -> None:
     ax.xaxis.set_minor_formatter(NullFormatter())
 
 
+def scale_from_zero(ax: Any, least: float, most: float) -> None:
+    """Make the vertical axis logarithmic from `least` on, with zero below it."""
+    ax.set_yscale("symlog", linthresh=least, linscale=0.5)
+    ax.set_ylim(0, most)
+    powers = 10.0 ** np.arange(np.ceil(np.log10(least)), np.log10(most))
+    ax.set_yticks([0, *powers])  # those below `least` would touch the zero's number
+
+
+def scale_logarithmic(ax: Any) -> None:
+    """Make the vertical axis logarithmic, with numbers that do not touch."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    ax.set_yscale("log")
+    low, high = ax.get_ylim()
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5) if high < 12 * low else (1,)))
+    ax.yaxis.set_major_formatter(lambda number, _: f"{number:g}")
+    ax.yaxis.set_minor_formatter(NullFormatter())
+
+
+def turn_ticks(ax: Any) -> None:
+    """Turn the numbers below an axis, which would touch each other."""
+    ax.tick_params(axis="x", labelrotation=45)
+
+
+def legend_above(ax: Any, columns: int = 1) -> None:
+    """Write the legend above the axes, where no line passes."""
+    ax.legend(
+        loc="lower right", bbox_to_anchor=(1, 1), ncols=columns, frameon=False, borderpad=0,
+        handlelength=1.6, columnspacing=1,
+    )  # fmt: skip
+
+
 def style(ink: str) -> Any:
     """Return the settings of all pictures. The salt makes equal figures give equal texts."""
     return {
-        "svg.hashsalt": "kvkit", "svg.fonttype": "path", "font.size": 9, "axes.spines.top": False,
-        "axes.spines.right": False, **dict.fromkeys(COLOURED, ink),
+        "svg.hashsalt": "kvkit", "svg.fonttype": "path", "font.size": LETTERS, "axes.titlesize": LETTERS,
+        "axes.spines.top": False, "axes.spines.right": False, **dict.fromkeys(COLOURED, ink),
     }  # fmt: skip
 
 
@@ -220,7 +249,7 @@ def error_maps(study: StudyRecord, Figure: Any) -> Any:
     """Draw a map for each scheme: keys and values by layer and head."""
     count = len(study.summary)
     wide, high = min(count, MAPS), -(-count // MAPS)
-    figure = Figure(figsize=(2.2 * wide + 1, (1.2 + 0.16 * len(study.layers)) * high), layout="constrained")
+    figure = Figure(figsize=(2.2 * wide + 1.8, (1.2 + 0.21 * len(study.layers)) * high), layout="constrained")
     axes = figure.subplots(high, wide, sharey=True, squeeze=False).ravel()
     for ax in axes[count:]:
         ax.set_axis_off()
@@ -237,18 +266,16 @@ def error_maps(study: StudyRecord, Figure: Any) -> Any:
     for ax, one, table in zip(axes, study.summary, maps, strict=False):
         image = ax.imshow(table, cmap="viridis", vmin=0, vmax=most, aspect="auto", interpolation="nearest")
         ax.axvline(study.num_kv_heads - 0.5, color="white", linewidth=1)
-        ax.set_title(one.scheme, fontsize=9)
-        ax.set_xticks(
-            [study.num_kv_heads / 2 - 0.5, study.num_kv_heads * 1.5 - 0.5], ["key heads", "value heads"]
-        )
-    axes[0].set_yticks(range(len(study.layers)), study.layers, fontsize=7)
+        ax.set_title(one.scheme)
+        ax.set_xticks([study.num_kv_heads / 2 - 0.5, study.num_kv_heads * 1.5 - 0.5], ["keys", "values"])
+    axes[0].set_yticks(range(len(study.layers)), study.layers)
     figure.colorbar(image, ax=axes, label="relative error")
     return figure
 
 
 def pareto(study: StudyRecord, Figure: Any, ink: str) -> Any:
     """Draw error against bits; a line joins the schemes that no other scheme beats in both."""
-    figure = Figure(figsize=(4.8, 3.4), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
     ax = figure.subplots()
     mix = None if study.mix is None or len(study.mix.text) < LONG else study.mix.text
     names = {one.scheme: "the chosen mix" if one.scheme == mix else one.scheme for one in study.summary}
@@ -259,12 +286,13 @@ def pareto(study: StudyRecord, Figure: Any, ink: str) -> Any:
     for bits, error, _ in points:
         best = (bits, error) in front
         ax.plot(bits, error, "o", color="#2a9d8f" if best else "#e76f51", zorder=4 if best else 3)
+    ax.margins(0.1)
     if all(error > 0 for _, error, _ in points):
-        ax.set_yscale("log")
-    ax.set_xlabel("bits a number, scales and all")
-    ax.set_ylabel(f"relative error of the worst head{', outputs' * study.by_attention}")
-    ax.set_title(size_in_words(study), fontsize=8, loc="right")
-    label_points(figure, ax, points, front, ink)
+        scale_logarithmic(ax)
+    ax.set_xlabel(f"bits a number, scales and all;\n{size_in_words(study)}")
+    ax.set_ylabel("relative error of the worst head" + ",\noutputs" * study.by_attention)
+    # Names of the front come first, and so are the nearest to their points.
+    label_points(figure, {ax: sorted(points, key=lambda point: point[:2] not in front)}, ink)
     return figure
 
 
@@ -279,8 +307,9 @@ def eviction(study: StudyRecord, Figure: Any, ink: str, wanted: Sequence[str] = 
     columns = list(dict.fromkeys(scheme for (scorer, _, scheme), _ in parts if scorer))
     scorers = list(dict.fromkeys(scorer for (scorer, *_), _ in parts if scorer))
     measures = [name for name in wanted if all(vars(one)[name] is not None for _, one in parts)]
-    figure = Figure(figsize=(3.1 * len(columns) + 1, 2.3 * len(measures) + 0.9), layout="constrained")
+    figure = Figure(figsize=(3.0 * len(columns) + 1.5, 2.6 * len(measures) + 1.8), layout="constrained")
     axes = figure.subplots(len(measures), len(columns), sharex=True, sharey="row", squeeze=False)
+    named: dict[Any, list[tuple[float, float, str]]] = {}
     for (row, measure), (column, scheme) in itertools.product(enumerate(measures), enumerate(columns)):
         ax = axes[row, column]
         points = [(part, (one.bytes_per_token, vars(one)[measure])) for part, one in parts]
@@ -292,23 +321,24 @@ def eviction(study: StudyRecord, Figure: Any, ink: str, wanted: Sequence[str] = 
         for (scorer, _, own), at in points:
             if not scorer and (not column or own == scheme):
                 ax.plot(*at, "s", color=ink, markersize=4, zorder=3)
-                ax.annotate(own, at, (0, 5), textcoords="offset points", fontsize=7, ha="center")
+                named.setdefault(ax, []).append((*at, own))
         if not row:
-            ax.set_title(f"coded as {scheme}" if scheme else "as the source has them", fontsize=9)
-        if row == len(measures) - 1:
-            ax.set_xlabel(f"bytes per token of the context ({study.tokens:,} tokens)")
+            ax.set_title(f"coded as {scheme}" if scheme else "as the source has them")
+        turn_ticks(ax)
     for (measure, label), ax in zip(((name, MEASURES[name]) for name in measures), axes[:, 0], strict=True):
         numbers = [vars(one)[measure] for (scorer, *_), one in parts if scorer]
         if measure in LOGARITHMIC and min(numbers) > 0:  # leave room for codes of smaller or no cost
-            ax.set_yscale("symlog", linthresh=min(numbers), linscale=0.5)
-            ax.set_ylim(0, 1.6 * max(numbers))
+            scale_from_zero(ax, min(numbers), 1.6 * max(numbers))
         ax.set_ylabel(label)
     axes[0, 0].set_xscale("log")
     readable_bytes(axes[0, 0])
     axes[0, 0].margins(x=0.12)
     found = (ax.get_legend_handles_labels() for ax in axes[0])
     lines = {name: line for pair in found for line, name in zip(*pair, strict=True)}
-    figure.legend(lines.values(), lines, loc="outside upper center", ncols=6, frameon=False, fontsize=8)
+    columns_of_names = max(2, int(figure.get_figwidth() / 1.6))
+    figure.legend(lines.values(), lines, loc="outside upper center", ncols=columns_of_names, frameon=False)
+    figure.supxlabel(f"bytes per token of the context ({study.tokens:,} tokens)", fontsize=LETTERS)
+    label_points(figure, named, ink)
     return figure
 
 
@@ -320,38 +350,52 @@ def line_of(scorer: str, number: int, ink: str) -> dict[str, Any]:
     return {"color": f"C{number % 10}", "marker": marker, "markersize": 4, "linewidth": 1.2}
 
 
-def label_points(
-    figure: Any, ax: Any, points: Sequence[tuple[float, float, str]], front: Sequence[tuple[float, float]],
-    ink: str,
-) -> None:  # fmt: skip
-    """Write the name of each point (bits, error, name) at the nearest place that is empty."""
+def label_points(figure: Any, named: dict[Any, list[tuple[float, float, str]]], ink: str) -> None:
+    """Write the name of each point (x, y, name) of axes at the nearest place that is empty."""
     figure.draw_without_rendering()  # computes the layout, and so the places of points
     figure.set_layout_engine("none")
     scale = figure.dpi / 72
-    centres = [ax.transData.transform((bits, error)) for bits, error, _ in points]
-    taken = [(x - 4 * scale, y - 4 * scale, x + 4 * scale, y + 4 * scale) for x, y in centres]
-    corners = [ax.transData.transform(each) for each in front]
-    for begin, end in itertools.pairwise(corners):
-        taken += [(x, y, x, y) for x, y in np.linspace(begin, end, 100)]
-    for number, ((bits, error, name), (x, y)) in enumerate(zip(points, centres, strict=True)):
-        label = ax.annotate(
-            name, (bits, error), xytext=(0, 0), textcoords="offset points", color=ink,
-            fontsize=8 if (bits, error) in front else 6.5, alpha=1 if (bits, error) in front else 0.75,
-            arrowprops={"arrowstyle": "-", "color": ink, "linewidth": 0.4, "shrinkA": 0, "shrinkB": 3},
-        )  # fmt: skip
-        label.set_gid(f"name-{number}")
-        box = label.get_window_extent()
-        offset, place = free_place(x, y, box.width, box.height, taken, (*ax.bbox.min, *ax.bbox.max), scale)
-        label.set_position((offset[0] / scale, offset[1] / scale))
-        label.arrow_patch.set_visible(np.hypot(*offset) > NEAR * scale + box.width)
-        taken.append(place)
+    number = itertools.count()
+    for ax, points in named.items():
+        taken = boxes_of_lines(ax, scale)
+        for x, y, name in points:
+            label = ax.annotate(
+                name, (x, y), xytext=(0, 0), textcoords="offset points", color=ink, va="bottom", zorder=5,
+                arrowprops={"arrowstyle": "-", "color": ink, "linewidth": 0.4, "shrinkA": 0, "shrinkB": 3},
+            )  # fmt: skip
+            label.set_gid(f"name-{next(number)}")
+            box = label.get_window_extent()
+            at, frame = ax.transData.transform((x, y)), (*ax.bbox.min, *ax.bbox.max)
+            place = free_place(*at, box.width, box.height, taken, frame, scale)
+            if place is None:  # a table beside the picture has all names
+                label.remove()
+                continue
+            offset = np.subtract(place[:2], at)
+            label.set_position(tuple(offset / scale))
+            label.arrow_patch.set_visible(np.hypot(*offset) > NEAR * scale + box.width)
+            taken = np.append(taken, [place], 0)
+
+
+def boxes_of_lines(ax: Any, scale: float) -> np.ndarray:
+    """Return small boxes [count, 4] along the lines of axes, and one for each marker."""
+    boxes = [np.empty((0, 4))]
+    for line in ax.lines:
+        path = line.get_transform().transform(np.column_stack(line.get_data()))
+        if line.get_marker() not in ("None", "", None):
+            half = (line.get_markersize() / 2 + 2) * scale
+            boxes.append(np.hstack([path - half, path + half]))
+        if line.get_linestyle() != "None":
+            for begin, end in itertools.pairwise(path):
+                steps = np.linspace(begin, end, 2 + int(np.hypot(*(end - begin)) / (2 * scale)))
+                boxes.append(np.hstack([steps - scale, steps + scale]))
+    return np.concatenate(boxes)
 
 
 def free_place(
-    x: float, y: float, width: float, height: float, taken: Sequence[Bounds], frame: Bounds, scale: float
-) -> tuple[tuple[float, float], Bounds]:
-    """Return (offset from a point, box) of the nearest box inside the frame that overlaps none of `taken`."""
-    gap, found = 5 * scale, ((0.0, 0.0), frame)
+    x: float, y: float, width: float, height: float, taken: np.ndarray, frame: Bounds, scale: float
+) -> Bounds | None:
+    """Return the box nearest to a point, in the frame, that overlaps none of `taken`; None without any."""
+    gap = 5 * scale
     for ring in range(MOST_RINGS):
         far = gap + ring * height / 2
         for eighths in EIGHTHS:
@@ -360,21 +404,15 @@ def free_place(
             low = y + dy - height / 2
             low += height / 2 * np.sin(eighths * np.pi / 8)
             box = left, low, left + width, low + height
-            found = (left - x, low - y), box
             inside = frame[0] <= box[0] and box[2] <= frame[2] and frame[1] <= box[1] and box[3] <= frame[3]
-            if inside and not any(overlap(box, other) for other in taken):
-                return found
-    return found
-
-
-def overlap(one: Bounds, other: Bounds) -> bool:
-    """Return whether two boxes overlap."""
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+            if inside and not ((box[:2] < taken[:, 2:]) & (taken[:, :2] < box[2:])).all(1).any():
+                return box
+    return None
 
 
 def channels(study: StudyRecord, Figure: Any) -> Any:
     """Draw histograms of key channels by mean magnitude / median of their head, a line for each layer."""
-    figure = Figure(figsize=(6, 3), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
     ax = figure.subplots()
     for row in study.channels:
         middle = np.median(row["means"], 1, keepdims=True)
@@ -383,9 +421,8 @@ def channels(study: StudyRecord, Figure: Any) -> Any:
         ax.stairs(counts, edges, linewidth=1, label=row["layer"] if len(study.channels) <= 6 else None)
     ax.set_xscale("log")
     ax.set_yscale("symlog", linthresh=1)
-    ax.set_xlabel("mean magnitude of a key channel / median of its head")
+    ax.set_xlabel(f"mean magnitude of a key channel /\nmedian of its head; {size_in_words(study)}")
     ax.set_ylabel("channels")
-    ax.set_title(size_in_words(study), fontsize=8, loc="right")
     if len(study.channels) <= 6:
-        ax.legend(frameon=False, fontsize=8, loc="upper right")
+        legend_above(ax, 2)
     return figure
