@@ -230,7 +230,7 @@ def pieces():
         drawing.arrow(162, y + 13, 196, y + 13)
         tokens(drawing, 198, y, positions, [fill] * len(positions))
         drawing.text(12, y + 42, lie, 12)
-        drawing.arrow(282, y + 13, 306, 103)
+        drawing.arrow(202 + len(positions) * CELL, y + 13, 306, 95 + 8 * i)
     drawing.box(308, 90, 58, 26, "value", "merge", 13)
     drawing.text(368, 42, "outputs, lse", 12, "end")
     return drawing

@@ -366,7 +366,7 @@ def label_points(figure: Any, named: dict[Any, list[tuple[float, float, str]]], 
             label.set_gid(f"name-{next(number)}")
             box = label.get_window_extent()
             at, frame = ax.transData.transform((x, y)), (*ax.bbox.min, *ax.bbox.max)
-            place = free_place(*at, box.width, box.height, taken, frame, scale)
+            place = free_place(at[0], at[1], box.width, box.height, taken, frame, scale)
             if place is None:  # a table beside the picture has all names
                 label.remove()
                 continue
