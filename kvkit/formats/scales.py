@@ -127,13 +127,17 @@ def ggml_searched(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any)
     s * c is sum(w x x) - gain, with gain = sum(w c x)**2 / sum(w c c).
     """
     table = format.code.table
-    numbers = table[codes_of_halves(False)]  # the element nearest to each multiple of 1/2
+    # The element of IQ4 nearest to each multiple of 1/2; None for another table
+    numbers = table[codes_of_halves(False)] if is_iq4(table) else None
     top = np.take_along_axis(x, np.abs(x).argmax(-1)[..., None], -1)
     best_gain = np.full_like(top, -1)
     scale = np.full_like(top, np.inf)  # makes all codes 0; it stays if all gains are NaN
     w, inverse_top = x * x, inverse(top)
     for end in (-table[0], *(table[0] + np.float32(step) for step in range(-7, 8))):
-        c = numbers[index_of_halves(x * (2 * end * inverse_top), False)]
+        if numbers is None:
+            c = table[nearest_codes(x * (end * inverse_top), table)]
+        else:
+            c = numbers[index_of_halves(x * (2 * end * inverse_top), False)]
         wc = w * c
         wcx, wcc = (np.einsum("...i,...i->...", wc, other)[..., None] for other in (x, c))
         gain = wcx * wcx * inverse(wcc)
@@ -287,9 +291,14 @@ def nearest_codes(x: Array, table: Array, upper: bool = False) -> Array:
     Ties of the integers of `IQ4` are multiples of 1/2, so all numbers between two multiples have the code of
     one of them: of the lower one if ties take the higher code. A table has these codes.
     """
-    if len(table) == len(IQ4.table) and np.array_equal(table, IQ4.table):
+    if is_iq4(table):
         return codes_of_halves(upper)[index_of_halves(np.multiply(x, 2, dtype=np.float32), upper)]
     return codes_by_distance(x, table, upper)
+
+
+def is_iq4(table: Array) -> bool:
+    """Return whether a table of codes is that of IQ4, whose codes another table finds."""
+    return len(table) == len(IQ4.table) and np.array_equal(table, IQ4.table)
 
 
 def index_of_halves(doubled: Array, upper: bool) -> Array:

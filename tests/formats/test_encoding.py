@@ -1,5 +1,6 @@
 """Every named format: its bytes as loops write them, and attention over it."""
 
+from dataclasses import replace
 from functools import partial
 
 import ml_dtypes
@@ -9,7 +10,7 @@ import quantized_cache_reference as own
 
 from kvkit import KvkitError, formats
 from kvkit.cache import QuantizedCache, QuantSpec
-from kvkit.formats import NAMED, decode, encode, scales
+from kvkit.formats import NAMED, decode, encode, known, scales
 from kvkit.formats.elements import STORED
 from kvkit.reference import formats as oracle
 from kvkit.reference import latent as oracle_latent
@@ -380,3 +381,13 @@ def test_nearest_iq4_codes_around_ties(rng):
     for upper in (False, True):
         expected = scales.codes_by_distance(x, table, upper)
         np.testing.assert_array_equal(scales.nearest_codes(x, table, upper), expected)
+
+
+@pytest.mark.parametrize("code", [known.INT4, known.E2M1], ids=["int4", "e2m1"])
+def test_the_best_scale_is_searched_for_any_table(rng, code):
+    """The search has a table of its own for the codes of iq4_nl; a format with others must not use it."""
+    x, errors = rng.standard_normal((64, 32), np.float32), {}
+    for rule in ("ggml_searched", "ggml_signed"):
+        format = replace(NAMED["iq4_nl"], code=code, rule=rule)
+        errors[rule] = (x * x * (x - decode(encode(x, format), format)) ** 2).sum()  # what a search lessens
+    assert errors["ggml_searched"] < errors["ggml_signed"]
