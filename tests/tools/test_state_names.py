@@ -55,8 +55,9 @@ def test_states_alone():
 
 def compressed_rows(rng):
     """Return what transformers holds of DeepSeek V4's layers 2 (CSA) and 3 (HCA) after 22 tokens, by name."""
-    keys, arrays = rng.standard_normal((1, 1, 5, 8), np.float32), {}
+    arrays = {}
     for layer, ratio, names in ((2, 4, ("compressor", "indexer")), (3, 8, ("compressor",))):
+        keys = rng.standard_normal((1, 1, 5, 8), np.float32)  # values too
         arrays |= {f"past_key_values.{layer}.{side}": keys for side in ("key", "value")}
         for name in names:
             arrays[f"layers.{layer}.compressed_kv.{name}"] = np.ones((1, 22 // ratio, 8), np.float32)
@@ -85,6 +86,7 @@ def test_compressed_rows_of_transformers(rng):
     report = check(arrays | stated)
     assert "C5" in report.checked
     assert not report.found
+    assert not check(arrays, layout="hf").found  # without words, too
     assert "compressed_kv" not in str(report.notes)  # which name what no rule reads
     arrays["layers.3.entry_count.compressor"] = np.array(3)
     assert [(each.rule, each.where, each.message) for each in check(arrays | stated)] == [

@@ -84,13 +84,19 @@ def runs_of_rows(marked: np.ndarray) -> Iterator[tuple[int, int, int, int, list[
 
 @rule(
     "D5",
-    "Scores or outputs are computed from the wrong side. Look for one address, or one variable, of both.",
+    "Scores or outputs are computed from the wrong side. Look for one address, or one variable, of both. "
+    "Some models use one array for both.",
     "warning",
-    needs="keys and values, both of equal shapes",
+    needs="keys and values, both of equal shapes, no compressed rows",
 )
 def keys_are_values(case: Case) -> Seen:
-    """Report layers whose keys and values are equal. vllm-ascend#11021: both got the address of the keys."""
+    """Report layers whose keys and values are equal. vllm-ascend#11021: both got the address of the keys.
+
+    A layer of DeepSeek V4 has one array for both.
+    """
     if len(case.sides) < 2 or case.rows_in_use is None:
+        return None
+    if "compress_ratios" in case.given or [*case.of_layers("compressed_kv", "entry_count")]:
         return None
     key, value = case.sides
     if key.array.shape != value.array.shape or np.shares_memory(key.array, value.array):
