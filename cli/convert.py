@@ -21,7 +21,10 @@ from kvkit_cli import clusters, complete, show, tool, watch
 @click.command(cls=tool.ToolVerb)
 @click.argument("sources", metavar="IN...", type=tool.PATH, nargs=-1, required=True)
 @click.argument("target", metavar="OUT", type=tool.PATH)
-@tool.layout("--from", "from_layout", "The layout of IN, if the file does not name it.")
+@click.option(
+    "--layout", "--from", "from_layout", metavar="NAME", shell_complete=complete.layouts,
+    help="The layout of IN, if the file does not name it.",
+)  # fmt: skip
 @tool.layout("--to", "to_layout", "The layout of OUT: see kvkit list layouts.")
 @click.option(
     "--format", metavar="NAME",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shlex import quote
 from typing import Any
 
 import click
@@ -108,7 +109,7 @@ def example(op: Operator) -> str:
     required = [attribute for attribute in op.attributes if attribute.default is REQUIRED]
     settings += [f"{attribute.name}={EXAMPLES.get(attribute.name, 0)}" for attribute in required]
     if not required:
-        settings += [f"{attribute.name}={default_text(attribute)}" for attribute in op.attributes[:1]]
+        settings += [f"{attribute.name}={quote(default_text(attribute))}" for attribute in op.attributes[:1]]
     source = "" if all(map(is_scalar, needed)) else " IN.npz"
     command = f"kvkit run {op.name}{source} -o OUT.npz"
     options = "".join(f" --set {setting}" for setting in settings)

@@ -43,7 +43,9 @@ def parse_numbers(context, param, text):
     help="New tokens in a step; sliding windows need room for them.",
 )
 @click.option(
-    "--fit", metavar="BYTES", help="Print the longest contexts that fit into so much memory: 24GiB."
+    "--fit",
+    metavar="BYTES",
+    help="Print the longest contexts that fit into so much memory: 24GiB; and if those of --tokens do.",
 )
 @click.option("--weights", metavar="BYTES", help="With --fit: what the model's weights take of it: 16GB.")
 @click.option("--residual", "residual_length", type=int, metavar="N",

@@ -243,7 +243,10 @@ ALL = (
     Format("ds_v4", E4M3, "deepseek", E8M0, group=64, exponent=POWER_OF_2,
            order=("codes", "tail", "scale", "padding"), tail=64, options=(VLLM,), source="DeepSeek V4"),
 )  # fmt: skip
-ALIASES = {"fp8": "e4m3", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+ALIASES = {
+    "fp8": "e4m3", "fp16": "float16", "f16": "float16", "bf16": "bfloat16", "fp32": "float32",
+    "f32": "float32",
+}  # fmt: skip
 NAMED = {format.name: format for format in ALL}
 UNREADABLE = {"nvfp4_ds_mla": "rows of 352 bytes of vLLM, whose tensor-wide scale kvkit does not know"}
 UNKNOWN_ROWS = {  # {bytes of a latent row: what writes such rows, which no format reads}

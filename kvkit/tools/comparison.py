@@ -18,7 +18,7 @@ from kvkit.errors import KvkitError, argument_error, brief, hints_keywords, prin
 from kvkit.interop import as_numpy
 from kvkit.layouts import Layout, tables
 from kvkit.tools import counting
-from kvkit.tools.axes import AXIS_WORDS, ROLES, axes_by_count, is_index, letters_of
+from kvkit.tools.axes import AXIS_WORDS, BY_NDIM, ROLES, axes_by_count, is_index, letters_of
 from kvkit.tools.case import stack_view
 from kvkit.tools.causes import Cause, Trial, index_causes, try_causes, usable_inputs
 from kvkit.tools.counting import RowCounts, Tolerances
@@ -387,7 +387,11 @@ def compare_array(
     if expected.dtype == got.dtype:
         causes = causes_of(array, letters, one, got, inputs, notes, tolerances)
         if not causes:
-            notes.append(f"{name}: no cause found")
+            guessed = (
+                expected.ndim > 2 and " ".join(letters) == BY_NDIM.get(expected.ndim) and not arrays.value[3]
+            )
+            other = f", with axes {' '.join(letters)}; axes=LETTERS names others" if guessed else ""
+            notes.append(f"{name}: no cause found{other}")
     maps = {name: (found.differing.reshape(expected.shape[:-1]), letters)} if drawn else {}
     return Difference([array], causes, problems, expected.nbytes, notes, maps)
 

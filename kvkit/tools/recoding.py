@@ -17,6 +17,7 @@ from kvkit.errors import argument_error
 from kvkit.files.contents import CACHE
 from kvkit.files.paths import check_target, name_in_errors
 from kvkit.formats import BY_NAME, FLOATS
+from kvkit.formats.known import ALIASES
 from kvkit.formats.schemes import Coded, formats_named
 from kvkit.tools.readers import LATENT_LISTS, LISTS, LayerReader, SideReader, open_one
 from kvkit.tools.rope_pairs import PairOrder
@@ -43,6 +44,7 @@ def recode(
     progress: Callable[[int, int], object] | None = None, compress: str | None = None,
 ) -> Recoded:  # fmt: skip
     """Convert the caches of a file to a format; perhaps undo a rotation, and reorder elements of keys."""
+    format = ALIASES.get(format, format)
     floats = format in map(str, FLOATS)
     forms: list[Any] = [BY_NAME[format]] * 2 if floats else [Coded(f.name, f) for f in formats_named(format)]
     if target is not None:

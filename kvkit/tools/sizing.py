@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from kvkit.checks.values import integer
 from kvkit.errors import argument_error, describe, hints_keywords
 from kvkit.files.model_config import read_model
 from kvkit.formats.elements import BY_NAME, FLOATS
+from kvkit.formats.known import ALIASES
 from kvkit.formats.mixes import mix_named, mix_text, split_formats
 from kvkit.formats.schemes import Coded, schemes_named
 from kvkit.models.description import LayerShape
@@ -135,6 +136,8 @@ class CacheSizes:
         The tokens of the longest context that the model's configuration names.
     weights : int, optional
         The bytes of the weights.
+    wanted : list of SizedCache
+        With ``fit``: the caches of the context lengths that were named.
     """
 
     model: str
@@ -145,11 +148,17 @@ class CacheSizes:
     fit: int | None = None
     longest: int | None = None
     weights: int | None = None
+    wanted: list[SizedCache] = field(default_factory=list)
 
     @property
     def notes(self) -> list[str]:
-        """Return what the sizes leave out: weights beside `fit`, and the model's last position."""
+        """Return which wanted contexts fit; what sizes leave out: weights beside `fit`, the last position."""
         found = []
+        for each in self.wanted:
+            several = f", batch {each.batch}," if each.batch > 1 else ""
+            fits = "fit" if each.bytes <= (self.fit or 0) else "do not fit"
+            taken = in_words(each.bytes)
+            found.append(f"{each.tokens} tokens{several} in {each.format} take {taken}: they {fits}")
         if self.fit is not None and self.weights is None:
             found.append("the weights are not taken off: give their size, as weights=16GB")
         if self.longest and any(self.longest < each.tokens < ENDLESS for each in self.caches):
@@ -234,7 +243,8 @@ def size(
     step : int, optional
         The most new tokens of a step. vLLM (8,192 by default) and llama.cpp (512) keep room for them.
     fit : int or str, optional
-        Bytes, such as ``"24GiB"``. Find the longest contexts that fit into them, instead of ``tokens``.
+        Bytes, such as ``"24GiB"``. Find the longest contexts that fit into them; notes say
+        whether those of ``tokens`` do.
     weights : int or str, optional
         Bytes of ``fit`` that the model's weights take, such as ``"16GB"``.
     residual_length, sink : int, optional
@@ -281,7 +291,7 @@ def size(
         raise argument_error(next(iter(unquantized)), wanted, next(iter(unquantized.values())))
 
     def count_of(name: str) -> Count:
-        if engine == "kvkit" and BY_NAME.get(name) not in FLOATS:
+        if engine == "kvkit" and BY_NAME.get(ALIASES.get(name, name)) not in FLOATS:
             return quantized_count(layers, name, **unquantized)
         return plain_count(row_bits(name, layers))
 
@@ -304,15 +314,16 @@ def size(
         return SizedCache(tokens, batch, format, int(keys), int(values), int(states))
 
     most, of_weights = bytes_of_cache(fit, weights)
+    usual = [n for n in (4096, 32768, shape.longest) if n and most is None]
+    lengths = usual if tokens is None else token_counts("tokens", tokens)
+    caches = [sized(n, b, f) for n in sorted(set(lengths)) for b in batches for f in counts]
+    wanted: list[SizedCache] = []
     if most is not None:
+        wanted = caches
         caches = [longest(partial(sized, batch=b, format=f), most) for b in batches for f in counts]
-    else:
-        usual = [n for n in (4096, 32768, shape.longest) if n]
-        lengths = usual if tokens is None else token_counts("tokens", tokens)
-        caches = [sized(n, b, f) for n in sorted(set(lengths)) for b in batches for f in counts]
     return CacheSizes(
         shape.name, len(shape.layers), layers, caches, engine,
-        fit=most, longest=shape.longest, weights=of_weights,
+        fit=most, longest=shape.longest, weights=of_weights, wanted=wanted,
     )  # fmt: skip
 
 
@@ -338,7 +349,7 @@ def several(value: Any) -> list[Any]:
 
 def row_bits(format: str, layers: list[SizedLayers]) -> list[tuple[float, float]]:
     """Return for each part (bits of a token's keys, bits of its values), scales included."""
-    element = BY_NAME.get(format)
+    element = BY_NAME.get(ALIASES.get(format, format))
     schemes = None if element in FLOATS else schemes_named(format)
 
     def bits(layer: SizedLayers, side: int) -> float:

@@ -62,7 +62,7 @@ def test_convert_to_another_format_and_back(file, tmp_path, cache):
     assert (code, err) == (0, "")
     assert "int8:g8" in out
     assert files.read(tmp_path / "codes.npz").description.format == "int8:g8"
-    assert run("convert", tmp_path / "codes.npz", tmp_path / "back.npz", "--format", "float16")[0] == 0
+    assert run("convert", tmp_path / "codes.npz", tmp_path / "back.npz", "--format", "fp16")[0] == 0
     for one, other in zip(files.nested(files.read(tmp_path / "back.npz").arrays), cache, strict=True):
         for got, given in zip(one, other, strict=True):
             np.testing.assert_allclose(got.swapaxes(1, 2), given, atol=np.abs(given).max() / 200)
@@ -72,7 +72,7 @@ def test_convert_keeps_rows_and_other_arrays_where_they_are(tmp_path, rng):
     pool = rng.standard_normal((5, 2, 4, 3, 8)).astype(np.float32)
     arrays = {"block_tables": np.array([[4, 1]]), "context_lens": np.array([6]), "more": np.arange(3)}
     np.savez(tmp_path / "x.npz", **arrays, cache=pool)
-    how = "--from", "flashinfer-nhd", "--to", "flashinfer-hnd"
+    how = "--layout", "flashinfer-nhd", "--to", "flashinfer-hnd"  # also --from
     assert run("convert", tmp_path / "x.npz", tmp_path / "y.npz", *how)[0] == 0
     found = files.read(tmp_path / "y.npz").arrays
     assert np.array_equal(found["cache"], pool.transpose(0, 1, 3, 2, 4))

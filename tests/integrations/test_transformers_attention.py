@@ -474,10 +474,17 @@ def test_geometry_is_that_of_the_first_tokens(name, dtype, kind):
 def test_wrong_options_of_a_paged_cache_are_said_at_once():
     with pytest.raises(KvkitError, match="for kind 'paged', got an unexpected keyword argument 'num_pages'"):
         KvkitCache(config(), "paged", num_blocks=3, page_size=4, num_pages=3)
-    with pytest.raises(
-        KvkitError, match=r"of StaticCache .* got missing a required argument: 'max_cache_len'"
-    ):
+    with pytest.raises(KvkitError, match=r"of StaticCache .* got no 'max_cache_len'$"):
         KvkitCache(config(), "static")
+    with pytest.raises(KvkitError, match=r"keyword argument 'nbits' \(did you mean format\?\)$"):
+        KvkitCache(config(), "quantized", nbits=4)
+    with pytest.raises(KvkitError, match=r"kind: .* got str 'offloaded' \(offload=FOLDER "):
+        KvkitCache(config(), "offloaded")
+    with pytest.raises(KvkitError, match="config: expected a model's configuration, as model.config, got "):
+        KvkitCache(model("llama"))
+    with pytest.raises(AttributeError, match=r"no attribute 'save': it is cache\.cache\.save here$"):
+        KvkitCache(config()).save("cache.npz")
+    assert not hasattr(KvkitCache(config()), "key_cash")
 
 
 @pytest.mark.parametrize("implementation", ["kvkit", "sdpa"])

@@ -449,3 +449,12 @@ def test_another_dtype_is_a_difference_of_bits():
     assert found.equal
     assert str(found).splitlines()[1] == "key: expected dtype float16, got float32"
     assert diff({"slots": np.int32([1])}, {"slots": np.int64([1])}).equal
+
+
+def test_without_a_cause_it_says_which_axes_were_guessed():
+    rows = np.random.default_rng(0).standard_normal((3, 50, 16)).astype(np.float16)  # [heads, tokens, dim]
+    moved = np.roll(rows, 1, 1)
+    moved[:, :20] = rows[:, :20]
+    found = diff({"v_out": rows}, {"v_out": moved})
+    assert found.notes == ["v_out: no cause found, with axes n h c; axes=LETTERS names others"]
+    assert "row off by one" in str(diff({"v_out": rows}, {"v_out": moved}, axes="h n c").causes[0])

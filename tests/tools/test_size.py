@@ -328,3 +328,20 @@ def test_what_fits_beside_weights_and_before_the_last_position():
     ):
         with pytest.raises(KvkitError, match=message):
             size("gpt-oss-20b", **keywords)
+
+
+def test_notes_say_which_of_the_named_contexts_fit():
+    found = size("llama-3.1-8b", tokens="128k", formats="bf16,int4:g32", fit="24GB", weights="16GB")
+    assert [each.tokens for each in found.wanted] == [131072] * 2
+    assert [note.rpartition(" in ")[2] for note in found.notes[:2]] == [
+        "bf16 take 16.0 GiB: they do not fit", "int4:g32 take 4.5 GiB: they fit",
+    ]  # fmt: skip
+    assert "tokens, batch 2, in float16" in size("llama-3.1-8b", tokens=1, batch=2, fit="1GB").notes[0]
+
+
+@pytest.mark.parametrize("name", ["fp16", "f16", "bf16", "fp32", "f32"])
+@pytest.mark.parametrize("engine", ["exact", "kvkit"])
+def test_floats_have_the_names_of_others(name, engine):
+    meant = {"b": "bfloat16", "f": f"float{name[-2:]}"}[name[0]]
+    one, two = size("llama-3.1-8b", tokens=4096, formats=[name, meant], engine=engine).caches
+    assert one.bytes == two.bytes

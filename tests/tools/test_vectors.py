@@ -111,10 +111,13 @@ def test_raw_files(tmp_path):
 def test_one_operator(tmp_path):
     vectors.make(tmp_path / "one", "ascend", operator="ascend.paged_cache_load")
     assert {case.operator for case in vectors.replay(tmp_path / "one").cases} == {"ascend.paged_cache_load"}
-    with pytest.raises(KvkitError, match="operator: suite ascend has no case of 'dance'"):
+    with pytest.raises(KvkitError, match=r"operator: expected .* suite ascend: ascend.resh.*, got 'dance'$"):
         vectors.make(tmp_path / "none", "ascend", operator="dance")
-    with pytest.raises(KvkitError, match=r"operator: suite pmx or ascend .* has no case of 'dance'"):
+    with pytest.raises(KvkitError, match=r"operator of any suite: key_value_cache, .*, got 'dance'$"):
         vectors.make(tmp_path / "none", operator="dance")
+    for name in "reshape_and_cache", "ReshapeAndCache":
+        with pytest.raises(KvkitError, match=rf"got '{name}' \(did you mean ascend.reshape_and_cache.*\)$"):
+            vectors.make(tmp_path / "none", operator=name)
     with pytest.raises(KvkitError, match="there is something already"):
         vectors.make(tmp_path / "one")
 

@@ -7,7 +7,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from kvkit.cache.base import BaseCache, MovableTokens
 from kvkit.cache.layers.compressed import check_drafts
 from kvkit.cache.layers.pooled import PooledLayer
 from kvkit.cache.layers.positions import PLANS
-from kvkit.errors import KvkitError, argument_error, describe
+from kvkit.errors import KvkitError, add_keyword_hint, argument_error, describe
 from kvkit.integrations.transformers import pending
 from kvkit.integrations.transformers.attention import NAME
 from kvkit.integrations.transformers.bridge import as_cast, to_numpy, without_gradient
@@ -129,7 +129,10 @@ class KvkitCache(Cache):
         self, config: Any = None, kind: str = "dynamic", *, evict: Any = None, drafts: int = 0, **options: Any
     ) -> None:
         if kind not in KINDS:
-            raise argument_error("kind", " or ".join(map(repr, KINDS)), describe(kind))
+            hint = " (offload=FOLDER keeps any of them in files)" if "offload" in str(kind) else ""
+            raise argument_error("kind", " or ".join(map(repr, KINDS)), describe(kind) + hint)
+        if config is not None and not hasattr(config, "get_text_config"):
+            raise argument_error("config", "a model's configuration, as model.config", type(config).__name__)
         eviction = None if evict is None else Eviction(evict)
         check_drafts(drafts, config is not None and has_compressed_rows(config))
         if config is not None:
@@ -140,7 +143,9 @@ class KvkitCache(Cache):
             inspect.signature(KINDS[kind]).bind(**options | dict.fromkeys(unknown))
         except TypeError as error:
             wanted = f"the arguments of {KINDS[kind].__name__} for kind {kind!r}"
-            raise argument_error("KvkitCache", wanted, str(error).removeprefix("got ")) from None
+            add_keyword_hint(error, KINDS[kind], options)
+            said = str(error).removeprefix("got ").replace("missing a required argument:", "no")
+            raise argument_error("KvkitCache", wanted, said) from None
         if unknown:
             placeholder = DynamicCache(options["num_layers"])
             for i, layer in options.get("others", {}).items():
@@ -185,6 +190,13 @@ class KvkitCache(Cache):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.cache!r})"
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            hint = f": it is cache.cache.{name} here" if hasattr(self.__dict__.get("cache"), name) else ""
+            what = f"{type(self).__name__!r} object has no attribute {name!r}{hint}"
+            raise AttributeError(what, name=name, obj=self)
 
     # Adding tokens
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.random import Generator
 
 from kvkit.checks.values import text
-from kvkit.errors import KvkitError
+from kvkit.errors import KvkitError, argument_error, near_names
 from kvkit.operators import OPERATORS
 from kvkit.reference import OPERATORS as REFERENCE
 from kvkit.runtime import call_log
@@ -136,8 +136,10 @@ def make(
     folder.mkdir(parents=True, exist_ok=True)
     cases: list[dict[str, Any]] = []
     requested = [suite] if suite else list(SUITES) if operator else ["pmx"]
+    known: dict[str, None] = {}  # the operators of the suites, in order
     for suite in requested:
         for name, call in SUITES[suite](np.random.default_rng(seed), sizes):
+            known[call.operator] = None
             if operator is None or call.operator == operator:
                 cases.append(case_of(folder, name, call, raw))
                 if advance is not None:
@@ -145,7 +147,11 @@ def make(
         if cases:
             break
     if not cases:
-        raise KvkitError(f"operator: suite {' or '.join(requested)} has no case of {operator!r}")
+        near = near_names(str(operator), known)
+        wanted = f"an operator of {'any suite' if len(requested) > 1 else f'suite {requested[0]}'}"
+        raise argument_error(
+            "operator", wanted if near else f"{wanted}: {', '.join(known)}", f"{operator!r}{near}"
+        )
     more = {"suite": suite, "seed": seed, "shapes": asdict(sizes), "raw": raw}
     call_log.write_manifest(folder, cases, producer=f"kvkit {__version__}", **more)
     files = [path for path in folder.rglob("*") if path.is_file()]
