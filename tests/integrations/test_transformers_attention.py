@@ -480,7 +480,7 @@ def test_wrong_options_of_a_paged_cache_are_said_at_once():
         KvkitCache(config(), "quantized", nbits=4)
     with pytest.raises(KvkitError, match=r"kind: .* got str 'offloaded' \(offload=FOLDER "):
         KvkitCache(config(), "offloaded")
-    with pytest.raises(KvkitError, match="config: expected a model's configuration, as model.config, got "):
+    with pytest.raises(KvkitError, match=r"config: expected a model's configuration, as model\.config, got "):
         KvkitCache(model("llama"))
     with pytest.raises(AttributeError, match=r"no attribute 'save': it is cache\.cache\.save here$"):
         KvkitCache(config()).save("cache.npz")

@@ -452,9 +452,11 @@ def test_another_dtype_is_a_difference_of_bits():
 
 
 def test_without_a_cause_it_says_which_axes_were_guessed():
-    rows = np.random.default_rng(0).standard_normal((3, 50, 16)).astype(np.float16)  # [heads, tokens, dim]
-    moved = np.roll(rows, 1, 1)
-    moved[:, :20] = rows[:, :20]
-    found = diff({"v_out": rows}, {"v_out": moved})
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((3, 50, 16)).astype(np.float16)  # [heads, tokens, dim]
+    other = rows.copy()
+    other[1] = rng.standard_normal((50, 16))
+    found = diff({"v_out": rows}, {"v_out": other})
     assert found.notes == ["v_out: no cause found, with axes n h c; axes=LETTERS names others"]
-    assert "row off by one" in str(diff({"v_out": rows}, {"v_out": moved}, axes="h n c").causes[0])
+    found = diff({"v_out": rows}, {"v_out": other}, axes="h n c")
+    assert (found.notes, found.arrays[0].counts["head"]) == (["v_out: no cause found"], {1: 800})
