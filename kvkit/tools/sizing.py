@@ -317,13 +317,13 @@ def size(
     usual = [n for n in (4096, 32768, shape.longest) if n and most is None]
     lengths = usual if tokens is None else token_counts("tokens", tokens)
     caches = [sized(n, b, f) for n in sorted(set(lengths)) for b in batches for f in counts]
-    wanted: list[SizedCache] = []
+    named: list[SizedCache] = []
     if most is not None:
-        wanted = caches
+        named = caches
         caches = [longest(partial(sized, batch=b, format=f), most) for b in batches for f in counts]
     return CacheSizes(
         shape.name, len(shape.layers), layers, caches, engine,
-        fit=most, longest=shape.longest, weights=of_weights, wanted=wanted,
+        fit=most, longest=shape.longest, weights=of_weights, wanted=named,
     )  # fmt: skip
 
 
