@@ -500,19 +500,21 @@ def causes_of(
 
 def draw_maps(path: FilePath, maps: Mapping[str, Any]) -> None:
     """Draw a map of tokens by layers and heads for each array that differs."""
+    import matplotlib
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.8, 2.8 * len(maps) + 0.4), layout="constrained")
-    places = figure.subplots(len(maps), squeeze=False)[:, 0]
-    for axes, (name, (counts, letters)) in zip(places, maps.items(), strict=True):
-        outer = [letters.index(axis) for axis in "lh" if axis in letters[: counts.ndim]]
-        table = np.moveaxis(counts, outer, range(len(outer))).reshape(
-            math.prod(counts.shape[axis] for axis in outer), -1
-        )
-        rows = counts.shape[outer[1]] if len(outer) == 2 else 1  # rows of the table for each label
-        ticks = range(0, len(table), rows * math.ceil(len(table) / rows / 12)) if outer else ()
-        axes.set_yticks(ticks, [str(row // rows) for row in ticks])
-        axes.set(title=name, xlabel="token", ylabel=AXIS_WORDS[letters[outer[0]]] if outer else "")
-        image = axes.imshow(table, aspect="auto", interpolation="nearest", cmap="viridis")
-        figure.colorbar(image, ax=axes, label="differing elements")
-    figure.savefig(path, dpi=120)
+    with matplotlib.rc_context({"font.size": 12, "axes.titlesize": 12}):  # as large as a page's
+        figure = Figure(figsize=(4.8, 2.8 * len(maps) + 0.4), layout="constrained")
+        places = figure.subplots(len(maps), squeeze=False)[:, 0]
+        for axes, (name, (counts, letters)) in zip(places, maps.items(), strict=True):
+            outer = [letters.index(axis) for axis in "lh" if axis in letters[: counts.ndim]]
+            table = np.moveaxis(counts, outer, range(len(outer))).reshape(
+                math.prod(counts.shape[axis] for axis in outer), -1
+            )
+            rows = counts.shape[outer[1]] if len(outer) == 2 else 1  # rows of the table for each label
+            ticks = range(0, len(table), rows * math.ceil(len(table) / rows / 12)) if outer else ()
+            axes.set_yticks(ticks, [str(row // rows) for row in ticks])
+            axes.set(title=name, xlabel="token", ylabel=AXIS_WORDS[letters[outer[0]]] if outer else "")
+            image = axes.imshow(table, aspect="auto", interpolation="nearest", cmap="viridis")
+            figure.colorbar(image, ax=axes, label="differing elements")
+        figure.savefig(path, dpi=120)
