@@ -49,7 +49,7 @@ LATE = {
         "numba.cuda.cudadrv",
         "cuda.core",
     },  # known to be there by then
-    "kvkit.tools.comparison": {"matplotlib.figure"},  # optional
+    "kvkit.tools.comparison": {"matplotlib", "matplotlib.figure"},  # optional
     "kvkit.tools.vectors.exporting": {"onnx"},  # optional
     "kvkit.tools.studies.plots": {"matplotlib", "matplotlib.figure", "matplotlib.ticker"},  # optional
     "cli.__main__": {"kvkit_cli.main", "signal"},  # an early Ctrl-C ends a run in a line
