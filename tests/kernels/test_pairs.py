@@ -27,9 +27,9 @@ KINDS = ["float32", *["pairs"] * machine.has_pairs(), *["tiles"] * HAVE_TILES]
 def kind(request, monkeypatch):
     monkeypatch.setattr(machine, "has_pairs", lambda: request.param != "float32")
     use_tiles(monkeypatch, machine.INSTRUCTIONS if request.param == "tiles" else None)
-    prepare.fixed_fields.cache_clear()
+    prepare.FIXED.clear()
     yield request.param
-    prepare.fixed_fields.cache_clear()
+    prepare.FIXED.clear()
 
 
 def random(rng, *shape):

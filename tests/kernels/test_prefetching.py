@@ -91,14 +91,14 @@ def test_distances_change_no_bit(page_size, formats, heads, rng, monkeypatch):
     """Whatever a machine measures, its results are those of others, in runs and in short pages."""
     options = {"mode": int(page_size > 0), "page_size": page_size or 128}
     call = dynamic_cache(rng, formats, [(700, 1), (40, 1)], heads, kv_heads=2, dim=128, layout=3, **options)
-    prepare.fixed_fields.cache_clear()
+    prepare.FIXED.clear()
     found = []
     for distances in DISTANCES:
         monkeypatch.setattr(steps, "planned_steps", PreparedCalls(1))  # prepare the call again
         repeats.forget_all()
         with prefetching.using(distances):
             found.append(call.copy().run(return_lse=True))
-    assert prepare.fixed_fields.cache_info().currsize == len(DISTANCES)
+    assert len(prepare.FIXED) == len(DISTANCES)
     for others in found[1:]:
         for one, other in zip(found[0], others, strict=True):
             assert_same(one, other)

@@ -217,12 +217,15 @@ def least_shared():
     return SMALL_IN_TEAM if launches.parallel else SMALL
 
 
+FIXED = {}  # what `fixed_params` has returned, by its arguments
+
+
 def filled_params(form, distances, fields):
     """Return the params with the fields that a form decides and those of a call, as `Record.filled` does."""
-    fixed = fixed_params(form, distances)
-    if len(fields) + len(fixed_fields(form, distances)) != len(ATTENTION_PARAMS.names):
-        return ATTENTION_PARAMS.filled(fixed_fields(form, distances) | fields)  # which says what is wrong
-    params = fixed.copy()
+    fixed, record = fixed_params(form, distances)
+    if len(fields) + len(fixed) != len(ATTENTION_PARAMS.names):
+        return ATTENTION_PARAMS.filled(fixed | fields)  # which says what is wrong
+    params = record.copy()
     words = params.data
     for name, value in fields.items():
         if type(value) is not int:
@@ -231,11 +234,18 @@ def filled_params(form, distances, fields):
     return params
 
 
-@functools.cache
 def fixed_params(form, distances):
-    """Return the params with the fields that a form decides."""
-    missing = set(ATTENTION_PARAMS.names).difference(fixed_fields(form, distances))
-    return ATTENTION_PARAMS.filled(fixed_fields(form, distances) | dict.fromkeys(missing, 0))
+    """Return the fields that a form decides, and the params with these, which hold their arrays' addresses.
+
+    Both are kept for good: where threads make them at once, all get the first ones.
+    """
+    found = FIXED.get((form, distances))
+    if found is not None:
+        return found
+    fixed = fixed_fields(form, distances)
+    missing = set(ATTENTION_PARAMS.names).difference(fixed)
+    record = ATTENTION_PARAMS.filled(fixed | dict.fromkeys(missing, 0))
+    return FIXED.setdefault((form, distances), (fixed, record))
 
 
 # What formats and sizes decide
@@ -314,7 +324,6 @@ def terms(form):
     return tile_products.CODES if coded else tile_products.BFLOAT16
 
 
-@functools.cache
 def fixed_fields(form, distances):
     """Return the fields that a form decides, and zeros for fields that are set later."""
     decoder, block, dims = form.decoder, BLOCK_TOKENS, (form.dim, form.value_dim)
