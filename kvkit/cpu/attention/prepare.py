@@ -217,7 +217,7 @@ def least_shared():
     return SMALL_IN_TEAM if launches.parallel else SMALL
 
 
-FIXED = {}  # what `fixed_params` has returned, by its arguments
+FIXED: dict[Any, Any] = {}  # what `fixed_params` has returned, by its arguments
 
 
 def filled_params(form, distances, fields):
