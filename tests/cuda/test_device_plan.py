@@ -10,7 +10,7 @@ import kvkit
 import kvkit_cuda
 from kvkit.checks.contexts import Contexts
 from kvkit.formats.elements import BY_NAME
-from kvkit_cuda.calls.tables import Tables
+from kvkit_cuda.calls.tables import DeviceTables
 
 PAGE, STARTS = 4, [0, 2, 2, 5]
 TABLE = np.array([[5, 0, -1], [1, -7, -1], [3, 2, 4]])
@@ -63,9 +63,9 @@ def test_lists_of_pages_stay_lists_on_the_device():
     starts = np.array([0, 1, 1001, 1002])
     contexts = Contexts(np.arange(1002), starts, np.array([1, 4000, 1]), np.arange(4), 4, 1002)
     steps = contexts.steps((2, 2), 0)
-    words = Tables(steps, lasting=False).contents("table")
+    words = DeviceTables(steps, lasting=False).contents("table")
     np.testing.assert_array_equal(words, np.r_[3, 4, 1004, 2 * np.arange(1002)])
-    lasting = Tables(steps, lasting=True)
+    lasting = DeviceTables(steps, lasting=True)
     np.testing.assert_array_equal(lasting.contents("table")[:1005], words)
     assert len(lasting.contents("table")) == 3 + lasting.room
     assert 2 * 1002 <= lasting.room < 2 * 1002 + 8
