@@ -232,31 +232,6 @@ def test_drafts_that_are_taken_back(kind):
     np.testing.assert_array_equal(np.array([found[i] for i in range(3)]), rows)
 
 
-def test_refusals():
-    """Nothing is written on an error."""
-    call = scene("csa", [9, 4])
-    before = call["state"].copy()
-    wrong = {
-        "state": [call["state"][:, :7], call["state"].astype(np.float16), call["state"][..., :40]],
-        "positions": [call["positions"][::-1], np.r_[0:9, 5:8, 9], np.full(13, -1)],
-        "state_indices": [[1, 1], [0, 9], [0]],
-        "gate": [call["gate"][:, :-1], call["gate"].astype(np.float16)],
-        "ape": [call["ape"][:3], call["ape"][:, 1:]], "norm_weight": [np.ones(25, np.float32)],
-        "rope": [Rope(26), Rope(6, begin=2)], "kv": [call["kv"][:, :47]], "ratio": [0, 5],
-    }  # fmt: skip
-    for name, values in wrong.items():
-        for value in values:
-            with pytest.raises(KvkitError):
-                kvkit.compress_tokens(**call | {name: value})
-    np.testing.assert_array_equal(call["state"], before)
-    with pytest.raises(KvkitError, match="block_tables: expected a page for row 1 of sequence 0"):
-        kvkit.compressed_slots([7], [[3, -1]], 1, ratio=4)
-    with pytest.raises(
-        KvkitError, match="sequence_of_token: expected sequences from 0 to 0, got 1 at token 1"
-    ):
-        kvkit.compressed_slots([6, 7], [[3]], 2, ratio=4, sequence_of_token=[0, 1])
-
-
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_rotation_back(interleaved):
     rng, rope = np.random.default_rng(0), Rope(64, 16e4, interleaved, v4_scenes.YARN)

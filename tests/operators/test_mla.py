@@ -231,78 +231,6 @@ def test_append(kind):
     assert 0 < sum(map(np.count_nonzero, changed)) <= 2 * most
 
 
-ONE = np.ones((1, 1, 576), F32)
-POOL = np.ones((2, 4, 576), F32)
-BYTES = np.zeros((2, 4, 656), np.uint8)
-PAGES = {"block_tables": [[0]], "context_lens": [3], "softmax_scale": 1.0}
-REFUSED = {  # (query, latent, keywords, message) of attention
-    "softmax_scale": (ONE, POOL, PAGES | {"softmax_scale": 0.0}, "softmax_scale: expected a positive"),
-    "width": (ONE[..., :64], POOL, PAGES, "query: expected rows of 576 elements"),
-    "heads": (ONE, POOL[:, :, None].repeat(2, 2), PAGES, "query: expected a multiple of 2 heads"),
-    "pair": ((ONE,), POOL, PAGES, "query: expected an array, or a pair"),
-    "a pair's parts": ((ONE, POOL), POOL, PAGES, r"query\[1\]: expected the tokens"),
-    "parts of other sizes": (
-        (ONE[..., :70], ONE[..., 70:]),
-        POOL[..., :512],
-        PAGES | {"rope_cache": POOL[..., 512:]},
-        "query: expected parts of .512, 64. el",
-    ),
-    "no rope": (
-        ONE[..., :512],
-        BYTES,
-        PAGES | {"format": "ds_mla"},
-        r"query: .*without a rope: query=.query, np.zeros..1, 1, 64., query.dtype",
-    ),
-    "rows of 352": (
-        ONE,
-        BYTES[..., :352],
-        PAGES | {"format": "ds_mla"},
-        ".*got 352 bytes .as of nvfp4_ds_mla",
-    ),
-    "blocks of 528": (
-        ONE,
-        BYTES[..., :528],
-        PAGES | {"format": "ds_v4"},
-        ".*got 528 bytes .as of DeepSeek V4.1",
-    ),
-    "value": (ONE, POOL, PAGES | {"value_dim": 577}, "value_dim: expected an integer from"),
-    "no places": (ONE, POOL, {"softmax_scale": 1.0}, "block_tables: expected an array, or indices"),
-    "two places": (ONE, POOL, PAGES | {"indices": [[0]]}, "block_tables: expected None beside indices"),
-    "page": (ONE, POOL, PAGES | {"block_tables": [[2]]}, "block_tables"),
-    "page of bytes": (ONE, BYTES, PAGES | {"block_tables": [[2]], "format": "ds_mla"}, "block_tables"),
-    "format": (ONE, BYTES, PAGES | {"format": "q8_0"}, "format: expected None, ds_mla"),
-    "bytes": (ONE, POOL, PAGES | {"format": "ds_mla"}, "latent: expected an array of bytes"),
-    "rope of bytes": (
-        ONE,
-        BYTES,
-        PAGES | {"format": "ds_mla", "rope_cache": POOL},
-        "rope_cache: expected None",
-    ),
-    "rope": (ONE, POOL, PAGES | {"rope_cache": POOL[:1]}, r"rope_cache: expected \(2, 4\)"),
-    "sinks": (
-        ONE,
-        POOL,
-        PAGES | {"sinks": ONE[0, 0, :2], "lse_of_sinks": False},
-        r"sinks: expected shape \(1,\)",
-    ),
-    "out": (ONE, POOL, PAGES | {"out": ONE}, r"out: expected shape \(1, 1, 512\)"),
-    "extra": (
-        ONE,
-        POOL,
-        {"softmax_scale": 1.0, "indices": [[0]], "extra": POOL},
-        r"extra: expected \(latent, ",
-    ),
-}
-ROWS = POOL[0, :, 64:], POOL[0, :, :64]  # four tokens
-REFUSED_APPENDS = {
-    "slot": (POOL, [0, 1, 2, 8], "slot_mapping: expected slots below 8"),
-    "slot twice": (POOL, [1, 1, 2, 3], "slot_mapping: expected each slot once"),
-    "heads": (POOL[:, :, None].repeat(2, 2), [0, 1, 2, 3], "cache: expected rows of one head"),
-    "dtype": (POOL.astype(F16), [0, 1, 2, 3], "cache: expected the dtype"),
-    "read-only": (np.broadcast_to(POOL[:1], POOL.shape), [0, 1, 2, 3], "cache: expected a writeable"),
-}
-
-
 def test_rows_of_bytes_without_a_rope_are_stored_and_read_by_the_line_of_the_message(rng):
     latent, cache = rng.standard_normal((3, 512)).astype(F32), np.zeros((1, 4, 656), np.uint8)
     where = [0, 1, 2]
@@ -337,27 +265,6 @@ def test_nan_and_queries_without_rows_are_kept_apart(rng):
     assert not kvkit.mla_attention(wide, no_blocks, [[]], [0], softmax_scale=1.0, format="ds_v4").any()
     none = kvkit.mla_attention(query, extra, indices=[[-1]], sinks=sinks, lse_of_sinks=False, **size)
     np.testing.assert_array_equal(none, np.zeros_like(none))
-
-
-@pytest.mark.parametrize("call", REFUSED)
-def test_refused_attention(call):
-    query, latent, keywords, message = REFUSED[call]
-    with pytest.raises(kvkit.KvkitError, match=rf"^{message}"):
-        kvkit.mla_attention(query, latent, **keywords)
-
-
-@pytest.mark.parametrize("call", REFUSED_APPENDS)
-def test_refused_appends_write_nothing(call):
-    cache, slots, message = REFUSED_APPENDS[call]
-    before = cache.copy()
-    with pytest.raises(kvkit.KvkitError, match=rf"^{message}"):
-        kvkit.mla_append(ROWS[0] * 2, ROWS[1] * 2, cache, slots)
-    np.testing.assert_array_equal(cache, before)
-
-
-def test_refused_weights():
-    with pytest.raises(kvkit.KvkitError, match=r"^w_uk: expected the heads 1 and 576 elements"):
-        kvkit.mla_absorb(ONE, ONE)
 
 
 @pytest.mark.parametrize(

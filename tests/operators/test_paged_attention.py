@@ -341,56 +341,6 @@ def test_float8_of_torch(rng):
     torch.testing.assert_close(got[0], 2 * pool[1].float().mean(0))
 
 
-def bad(scene):
-    """What else than the table of operators says no call may have: (argument named, its value)."""
-    table, pool = scene.table, scene.pools.given[0]
-    blocks = len(pool)
-    for value in (-1, blocks, 2**62):
-        wrong = table.copy()
-        wrong[3, 1] = value
-        yield "block_tables[3, 1]", {"block_tables": wrong}
-    starts, ids = pool_scenes.as_lists(scene.pages)
-    wrong = ids.copy()
-    wrong[starts[3] + 1] = blocks
-    yield f"block_tables[1][{starts[3] + 1}]", {"block_tables": (starts, wrong)}
-    yield "block_tables", {"block_tables": (starts[::-1].copy(), ids)}
-    yield "block_tables", {"block_tables": (starts, ids[:-1])}
-    yield "block_tables", {"block_tables": (starts, ids, ids)}
-    yield "block_tables", {"block_tables": table[:, :2]}
-    yield "block_tables", {"context_lens": scene.lengths + 100}
-    yield "context_lens", {"context_lens": scene.lengths - 1}
-    yield "query_starts", {"query_starts": scene.starts[[0, 2, 1, 3, 4, 5]]}
-    yield "query_starts", {"query_starts": scene.starts + 1}
-    yield "query", {"query_starts": None}
-    yield "query", {"query": scene.query[..., :3, :]}
-    yield "key_cache", {"query": scene.query[..., :8]}
-    for layout in ("NHD", "b n h", "b n n c", "b n h c d", 3, None, ["b", "n", "h", "c"]):
-        yield "layout", {"layout": layout}
-    yield "key_cache", {"layout": "b kv n h c", "key_cache": pool[:, None], "value_cache": None}
-    both = np.stack([pool, pool], 1)
-    yield "value_cache", {"layout": "b kv n h c", "key_cache": both, "value_cache": both.copy()}
-    yield "value_cache", {"value_cache": None}
-    yield "value_cache", {"value_cache": scene.pools.given[1][:-1]}
-    yield "value_cache", {"layout": "b h n c"} | {"value_cache": scene.pools.given[1].swapaxes(1, 2)}
-    yield "key_scale", {"key_cache": np.ones(pool.shape, np.int8)}
-    for name in ("key_scale", "value_scale"):
-        for value in ("1", np.nan, [1.0, 1.0], np.ones(3, np.float32), np.ones((4, 2), np.float32)):
-            yield name, {name: value}
-    for value in (np.ones(3, np.float32), np.ones((2, 4), np.float32), np.ones(4), 0.5):
-        yield "alibi_slopes", {"alibi_slopes": value}
-    yield "attn_mask", {"attn_mask": np.zeros((len(scene.query), int(scene.lengths.max()) - 1), bool)}
-
-
-def test_refusals(rng):
-    scene = Scene(rng)
-    out = np.full((len(scene.query), 4, 16), 7, np.float32)
-    for name, change in bad(scene):
-        with pytest.raises(KvkitError) as error:
-            scene.run(out=out, **change)
-        assert str(error.value).startswith(f"{name}: expected "), (change, error.value)
-    assert (out == 7).all()
-
-
 @pytest.mark.parametrize("form", [np.int64, np.int32], ids=lambda form: form.__name__)
 def test_lists_of_pages_of_which_one_is_long(form):
     """512 sequences, one of 131,072 tokens: memory as the list, not as a table of the longest."""

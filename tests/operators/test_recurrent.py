@@ -531,76 +531,12 @@ def test_the_vector_form_of_gates_is_the_scalar_one():
 # What is refused
 
 
-def legal(**more):
-    rng, sizes = np.random.default_rng(0), SIZES[0]
-    return (
-        tokens_of(rng, sizes, 4)
-        | {"state": pool_of(rng, sizes, 6, "KV"), "state_indices": [0, 1, 2, 3]}
-        | more
-    )
-
-
-@pytest.mark.parametrize(("change", "message"), [
-    ({"state_indices": [0, 1, 1, 3]}, "state_indices: expected each slot once, got slot 1 twice"),
-    ({"state_indices": [0, -2, 1, 3]}, "state_indices: expected slots from 0 to 5, or -1, got -2"),
-    ({"state_indices": [0, 6, 1, 3]}, "state_indices: expected slots from 0 to 5, or -1, got 6"),
-    ({"state_indices": None}, "state: expected 4 states, one for each sequence, got 6"),
-    ({"out_state_indices": [1, 4, 5, 3]}, "out_state_indices: expected slots that no other sequence reads"),
-    ({"out_state_indices": [0, 1, 2, -1]}, "out_state_indices: expected -1 where state_indices is -1, got"),
-    ({"rule": "delta"}, "g: expected None for rule 'delta', got an array"),
-    ({"rule": "gated_delta", "beta": None}, "beta: expected an array for rule 'gated_delta', got None"),
-    ({"state_layout": "VK"}, r"state: expected states of shape \(4, 48, 32\), got shape \(6, 4, 32, 48\)"),
-    ({"gates": (f32(0, 0, 0, 0),)}, r"gates: expected a pair \(a_log, dt_bias\), got tuple of 1 elements"),
-    ({"gates": (f32(0, 0, 0), f32(0, 0, 0, 0))}, r"gates\[0\]: expected shape \(4,\), got \(3,\)"),
-])  # fmt: skip
-def test_wrong_steps(change, message):
-    call = legal(**change)
-    before = call["state"].copy()
-    with pytest.raises(kvkit.KvkitError, match=f"^{message}"):
-        kvkit.gated_delta_step(**call)
-    assert np.array_equal(call["state"], before)
-
-
-def test_states_in_float64_or_in_pieces_are_refused():
-    call = legal()
-    for state in (call["state"].astype(np.float64), call["state"].astype(np.float16)):
-        with pytest.raises(kvkit.KvkitError, match=r"^state: expected dtype float32 or bfloat16, got float"):
-            kvkit.gated_delta_step(**call | {"state": state})
-    turned = np.ascontiguousarray(np.swapaxes(call["state"], 2, 3)).swapaxes(2, 3)
-    with pytest.raises(
-        kvkit.KvkitError, match=r"^state: expected states whose elements are in one piece, got"
-    ):
-        kvkit.gated_delta_step(**call | {"state": turned})
-
-
-def test_a_g_that_is_no_logarithm_is_refused_with_checks_of_values(monkeypatch):
-    call = legal()
+def test_a_g_that_is_no_logarithm_is_refused_with_checks_of_values(monkeypatch, rng):
+    call = tokens_of(rng, SIZES[0], 4) | {"state": pool_of(rng, SIZES[0], 4, "KV")}
     monkeypatch.setattr(index_tensors, "VALIDATES", True)
     for g, message in ((np.exp(call["g"]), "logarithms of decays"), (call["g"] * np.nan, "numbers, got NaN")):
         with pytest.raises(kvkit.KvkitError, match=f"^g: expected {message}"):
             kvkit.gated_delta_step(**call | {"g": g})
-
-
-@pytest.mark.parametrize(("starts", "message"), [
-    ([1, 4], "to begin with 0, got 1"), ([0, 3, 2, 4], "numbers that do not fall"),
-    ([0, 3], "to end with the 4 tokens, got 3"), ([], "to begin with 0, got no entries"),
-])  # fmt: skip
-def test_wrong_starts(starts, message):
-    call = legal()
-    del call["state"], call["state_indices"]
-    with pytest.raises(kvkit.KvkitError, match=f"^starts: expected {message}"):
-        kvkit.gated_delta_rule(**call, starts=starts)
-    with pytest.raises(kvkit.KvkitError, match=f"^starts: expected {message}"):
-        kvkit.causal_conv(np.zeros((4, 2), np.float32), np.zeros((2, 4), np.float32), starts=starts)
-
-
-def test_a_capsule_needs_a_row_for_each_token():
-    call = legal()
-    del call["state"], call["state_indices"]
-    with pytest.raises(
-        kvkit.KvkitError, match=r"^return_capsule: expected at least the 4 tokens of a sequence, got 3"
-    ):
-        kvkit.gated_delta_rule(**call, return_capsule=3)
 
 
 def test_the_reference_has_the_operators():

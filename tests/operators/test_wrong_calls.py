@@ -6,15 +6,18 @@ Each argument alone is broken in `test_refusals.py`.
 import ml_dtypes
 import numpy as np
 import pytest
-from calls import CALLS, of_scene
+from calls import CALLS, X, of, of_scene
 from refusals import INT4, ROWS, STARTS, refused
 from scenes import INT64_MAX, INT64_MIN, MOVED
+
+from kvkit.rope import Rope
 
 MORE = {
     "static cache of int4": lambda: of_scene("static", formats=INT4),
     "cache of int4": lambda: of_scene("dynamic", formats=INT4),
     "static cache of bytes": lambda: of_scene("static", formats=MOVED[-1], dim=24),
     "cache of bytes": lambda: of_scene("dynamic", formats=MOVED[-1], dim=24),
+    "merge of lists": of("merge_attention_states", outputs=[X[0], -X[0]], lses=[X[0, ..., 0], X[1, ..., 0]]),
 }
 PACKED = ("static attention", "dynamic attention")
 CACHED = ("static cache attention", "dynamic cache attention")
@@ -28,6 +31,7 @@ ROTARY = ("static rotary", "rotary")
 RUNS = ("blocks kvhead", "blocks rope", "blocks omni")
 BLOCKS = ("blocks nd", "blocks nz", *RUNS)
 BOTH = ("key", "value", "key_cache", "value_cache")
+LATENT = ("latent rows", "latent rows of bytes")
 PAGED = ("paged attention", "paged attention per head")
 HUGE = np.array([0, 2**61])
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -74,6 +78,11 @@ def masks(*shapes, dtypes=("float32", "bool")):
 
 def cast(dtype):
     return lambda array: np.zeros(array.shape, dtype)
+
+
+def entry(name, index, form):
+    """Return a change of one array of a list."""
+    return lambda call: {name: [form(array) if i == index else array for i, array in enumerate(call[name])]}
 
 
 NO_HINTS = {"max_seqlen": None, "max_kvlen": None}
@@ -249,9 +258,114 @@ TABLE = [
     ("swaps", "source", each(cast(object), "source"), lambda call: {"source": call["source"][0, 0, 0, 0]}),
     ("compressed slots", "sequence_of_token", *given("sequence_of_token", None),
      *(at("sequence_of_token", (1, sequence)) for sequence in (-1, 2, INT64_MAX))),
-    ("compressed slots", "block_tables", at("block_tables", ((0, 0), -1)), at("positions", (1, 19))),
     ("matrices back", "y",
      *({"m": m, "n": n} for m, n in ((16, 10), (33, 10), (20, 8), (20, 17), (0, 10), (20, 0)))),
+    # parts of attention
+    ("merge of lists", "outputs", *given("outputs", [], None, 1.0), {"outputs": [], "lses": []},
+     lambda call: {"outputs": [array.tolist() for array in call["outputs"]]},
+     *(entry("outputs", 1, form) for form in (part(0), part(np.s_[:1]), part(..., np.s_[:4]), cast("f2"))),
+     *(entry("outputs", 0, cast(dtype)) for dtype in ("f8", np.int8)),
+     {"outputs": [np.float32(1)], "lses": [np.float32(1)]}),
+    ("merge of lists", "lses", *given("lses", None), each(lambda lses: lses[:1], "lses"),
+     each(lambda lses: [*lses, lses[0]], "lses"), each(lambda lses: [a.tolist() for a in lses], "lses"),
+     entry("lses", 0, cast("f2")), entry("lses", 1, cast("f8")), entry("lses", 1, part(np.s_[:], np.s_[:1])),
+     entry("lses", 0, lambda lse: lse[..., None])),
+    # attention over pools
+    ("pools", "block_tables[0, 1]", *(at("block_tables", ((0, 1), page)) for page in (-1, 5, 2**62))),
+    ("pools", "block_tables[1][2]", *given("block_tables", (np.array([0, 3, 5]), np.array([0, 1, 5, 3, 4])))),
+    ("pools", "block_tables", each(part(np.s_[:], np.s_[:2]), "block_tables"),
+     at("context_lens", (np.s_[:], [109, 106])),
+     *given("block_tables", *(tuple(map(np.array, lists)) for lists in (
+         ([5, 3, 0], range(5)), ([0, 3, 5], range(4)), ([0, 3, 5], range(5), range(5)))))),
+    ("pools", "context_lens", at("context_lens", (1, -1))),
+    ("pools", "query_starts", *given("query_starts", np.array([0, 5, 4]), np.array([1, 4, 5]))),
+    ("pools", "query", *given("query_starts", None), each(part(np.s_[:], np.s_[:3]), "query")),
+    ("pools", "key_cache", each(part(..., np.s_[:8]), "query"),
+     each(lambda cache: cache[:, None], "key_cache", layout="b kv n h c", value_cache=None)),
+    ("pools", "value_cache", *given("value_cache", None), each(part(np.s_[:-1]), "value_cache"),
+     each(lambda cache: cache.swapaxes(1, 2), "value_cache", layout="b h n c"),
+     each(lambda cache: np.stack([cache] * 2, 1), "key_cache", "value_cache", layout="b kv n h c")),
+    ("pools", "layout", *given("layout", "b n n c", "b n h c d", None)),
+    ("pools", "key_scale", each(cast(np.int8), "key_cache")),
+    *(("pools", name, *given(name, "1", np.nan, [1.0, 1.0], np.ones(3, "f4"), np.ones((4, 2), "f4")))
+      for name in ("key_scale", "value_scale")),
+    ("pools", "alibi_slopes",
+     *given("alibi_slopes", np.ones(3, "f4"), np.ones((3, 4), "f4"), np.ones(4), 0.5)),
+    ("pools", "attn_mask", *masks((4, 8), dtypes=("bool",))),
+    # latent rows
+    ("latent rows", "softmax_scale: expected a positive", {"softmax_scale": 0.0}),
+    ("latent rows", "query: expected rows of 576 elements", each(part(..., np.s_[:64]), "query")),
+    ("latent rows", "query: expected a multiple of 2 heads",
+     lambda call: {"query": call["query"][:, :1], "latent": call["latent"][:, :, None].repeat(2, 2)}),
+    ("latent rows", "query: expected an array, or a pair", each(lambda query: (query,), "query")),
+    ("latent rows", "query[1]: expected the tokens", lambda call: {"query": (call["query"], call["latent"])}),
+    ("latent rows of two pools", "query: expected parts of [512, 64] elements",
+     each(lambda query: (query[..., :70], query[..., 70:]), "query")),
+    ("latent rows", "value_dim: expected an integer from", {"value_dim": 577}),
+    ("latent rows", "block_tables: expected an array, or indices", {"block_tables": None}),
+    ("latent rows", "block_tables: expected None beside indices", {"indices": [[0]] * 3}),
+    (LATENT, "block_tables", at("block_tables", ((0, 0), 4))),
+    ("latent rows of bytes", "format: expected None, ds_mla", {"format": "q8_0"}),
+    ("latent rows", "latent: expected an array of bytes", {"format": "ds_mla"}),
+    ("latent rows of bytes", "rope_cache: expected None", {"rope_cache": np.ones((4, 4, 576), "f4")}),
+    ("latent rows", "rope_cache: expected (4, 4)", lambda call: {"rope_cache": call["latent"][:1]}),
+    ("latent rows", "sinks: expected shape (2,)", {"sinks": np.ones(3, "f4"), "lse_of_sinks": False}),
+    ("latent rows of bytes", "query: expected rows of 576 elements, as latent has (without a rope: query="
+     "(query, np.zeros((3, 2, 64), query.dtype))", each(part(..., np.s_[:512]), "query")),
+    ("latent rows of bytes", "latent: expected rows of 656 bytes, for ds_mla, got 352 bytes (as of "
+     "nvfp4_ds_mla", each(part(..., np.s_[:352]), "latent")),
+    ("latent rows of bytes", "latent: expected [blocks, bytes], or tokens of 584 bytes one behind the other "
+     "in each block, got 528 bytes (as of DeepSeek V4.1",
+     each(part(..., np.s_[:528]), "latent", format="ds_v4")),
+    ("chosen latent rows", "extra: expected (latent, ", {"extra": np.ones((2, 4, 576), "f4")}),
+    ("latent append", "slot_mapping: expected slots below 16", at("slot_mapping", (3, 16))),
+    ("latent append", "slot_mapping: expected each slot once", at("slot_mapping", (3, 15))),
+    ("latent append", "cache: expected rows of one head",
+     each(lambda cache: cache[:, :, None].repeat(2, 2), "cache")),
+    ("absorb", "w_uk: expected the heads 2 and 8 elements", each(part(np.s_[:1]), "w_uk")),
+    # states
+    *(("delta step", f"state_indices: expected {text}",
+       at("state_indices", (4, slot), out_state_indices=None))
+      for slot, text in ((0, "each slot once, got slot 0 twice"), (-2, "slots from 0 to 6, or -1, got -2"),
+                         (7, "slots from 0 to 6, or -1, got 7"))),
+    ("delta step of channels", "state: expected 5 states, one for each sequence, got 7",
+     {"state_indices": None}),
+    *(("delta step", f"out_state_indices: expected {text}", at("out_state_indices", (0, slot)))
+      for slot, text in ((0, "slots that no other sequence reads"),
+                         (-1, "-1 where state_indices is -1, got"))),
+    ("delta step", "g: expected None for rule 'delta', got an array", {"rule": "delta"}),
+    ("delta step", "beta: expected an array for rule 'gated_delta', got None",
+     {"rule": "gated_delta", "beta": None}),
+    ("delta step", "state: expected states of shape (4, 5, 6), got shape (7, 4, 6, 5)",
+     {"state_layout": "VK"}),
+    ("delta step", "gates: expected a pair (a_log, dt_bias), got tuple of 1 elements",
+     {"gates": (np.zeros(4, "f4"),)}),
+    ("delta step", "gates[0]: expected shape (4,), got (3,)",
+     {"gates": (np.zeros(3, "f4"), np.zeros(4, "f4"))}),
+    ("delta step", "state: expected dtype float32 or bfloat16, got float", each(cast("f2"), "state")),
+    ("delta step", "state: expected states whose elements are in one piece, got",
+     each(lambda state: np.ascontiguousarray(state.swapaxes(2, 3)).swapaxes(2, 3), "state")),
+    *((("delta rule", "convolution"), f"starts: expected {text}", *given("starts", np.array(starts)))
+      for starts, text in (([1, 2, 2, 5], "to begin with 0, got 1"), ([0, 3, 2, 5], "numbers that do not fa"),
+                           ([0, 2, 2, 4], "to end with the 5 tokens, got 4"),
+                           (np.zeros(0, int), "to begin with 0, got no entries"))),
+    ("delta rule", "return_capsule: expected at least the 3 tokens of a sequence, got 2",
+     {"return_capsule": 2}),
+    # compression
+    ("compression", "state", each(part(np.s_[:], np.s_[:1]), "state"), each(cast("f2"), "state"),
+     each(part(..., np.s_[:15]), "state")),
+    ("compression", "positions", each(lambda positions: positions[::-1], "positions"),
+     at("positions", (1, 9)), *given("positions", np.full(9, -1))),
+    ("compression", "state_indices",
+     *given("state_indices", np.array([1, 1, 0]), np.array([3, 5, 0]), np.array([0]))),
+    ("compression", "gate", each(cast("f2"), "gate")),
+    ("compression", "ape", each(part(..., np.s_[1:]), "ape"), {"ratio": 5}),
+    ("compression", "rope", *given("rope", Rope(10), Rope(6, begin=4))),
+    ("compressed slots", "sequence_of_token: expected sequences from 0 to 1, got 2 at token 1",
+     at("sequence_of_token", (1, 2))),
+    ("compressed slots", "block_tables: expected a page for row 0 of sequence 0",
+     at("block_tables", ((0, 0), -1))),
+    ("compressed slots", "block_tables", at("positions", (1, 19))),
 ]  # fmt: skip
 
 
