@@ -19,17 +19,19 @@ from kvkit_cuda.copy import pieces, transfer
 GROUP, SCALE_BYTES = 128, 4  # in rows of 656 bytes: codes that share a scale, bytes of a scale
 
 
+class QueryParts(arrays.Operand):
+    """The latent and rotary parts of queries on the host, which are one array on the device."""
+
+    def moved(self, stream, contents=True):
+        return arrays.Operand(np.concatenate(self.seen, axis=2), False, self.owner).moved(stream, contents)
+
+
 def operand(name, given, stream):
-    """Return the operand of an array; the two parts of queries are joined on the host."""
+    """Return the operand of an array, or of the two parts of queries, as the checks see them."""
     if name != "query" or not isinstance(given, (tuple, list)):
         return arrays.operand(name, given, stream)
     parts = [arrays.operand(f"query[{i}]", part, stream).read(stream) for i, part in enumerate(given)]
-    alike = len(parts) == 2 and all(isinstance(part, np.ndarray) and part.ndim == 3 for part in parts)
-    if alike and parts[0].shape[:2] == parts[1].shape[:2] and parts[0].dtype == parts[1].dtype:
-        joined = np.concatenate(parts, axis=2)
-        return arrays.Operand(joined, False, joined, given[0])
-    refused = parts if isinstance(given, list) else tuple(parts)
-    return arrays.Operand(refused, False, given, given)  # type: ignore[arg-type]
+    return QueryParts(parts if isinstance(given, list) else tuple(parts), False, parts, *given[:1])
 
 
 def host_only(operands, values):
