@@ -4,6 +4,8 @@ Kernels attend to floats in one pool in place, store rows, and decode rows of 65
 Other rows are joined, chosen or decoded on the host, and then copied to the device.
 """
 
+from typing import Any
+
 import numpy as np
 
 from kvkit.calls.latent import gather_rows, stored_parts
@@ -31,7 +33,8 @@ def operand(name, given, stream):
     if name != "query" or not isinstance(given, (tuple, list)):
         return arrays.operand(name, given, stream)
     parts = [arrays.operand(f"query[{i}]", part, stream).read(stream) for i, part in enumerate(given)]
-    return QueryParts(parts if isinstance(given, list) else tuple(parts), False, parts, *given[:1])
+    seen: Any = parts if isinstance(given, list) else tuple(parts)
+    return QueryParts(seen, False, parts, *given[:1])
 
 
 def host_only(operands, values):

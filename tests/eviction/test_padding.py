@@ -1,5 +1,7 @@
 """Eviction beside padding: each row keeps what it keeps alone, and padding never stays."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -201,9 +203,12 @@ BUDGETS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["left", "right", "holes"])
-@pytest.mark.parametrize("name", SCORED)
-@pytest.mark.parametrize("budget", BUDGETS)
+# Every scorer, and every budget over every mask: scores, and what is selected of them, were compared above.
+CASES = [(name, "uniform", "left") for name in SCORED]
+CASES += itertools.product(("knorm", "snapkv"), BUDGETS, ("left", "right", "holes"))
+
+
+@pytest.mark.parametrize(("name", "budget", "form"), dict.fromkeys(CASES))
 def test_heads_keep_what_they_keep_in_a_row_alone(name, budget, form):
     """Once, and again when heads have tokens of their own already."""
     mask, taken = MASKS[form], BUDGETS[budget]
