@@ -5,14 +5,15 @@ from dataclasses import dataclass
 
 import attention_scenes
 import backends
-import latent_scenes
-import ml_dtypes
 import numpy as np
 import pytest
 import refusals
 
 from kvkit.operators import OPERATORS
 from kvkit.reference.ascend import KVHEAD, KVHEAD_ROPE, OMNI
+from kvkit.tools.vectors import latent as vectors
+from kvkit.tools.vectors.compressed import compression
+from kvkit.tools.vectors.draws import Sizes
 
 X = np.ones((2, 3, 2, 8), np.float32)
 STARTS = {"seqstarts": np.array([0, 2, 3]), "start_pos": np.array([0, 4]), "max_seqlen": 2}
@@ -104,40 +105,19 @@ def pools():
     return Call("paged_attention", inputs | more)
 
 
-def latent(kind, chosen=False):
-    """Return attention of 3 queries of 2 sequences over 5 and 3 latent rows, or over chosen rows."""
-    rng = np.random.default_rng(1)
-    pool, numbers = latent_scenes.pools(rng.random((4, 4, 576), np.float32), kind)
-    inputs = {"query": rng.random((3, 2, numbers.shape[1]), np.float32), **pool, "softmax_scale": 0.1}
-    if chosen:
-        inputs |= {
-            "indices": np.array([[5, -1, 3], [0, 15, 99], [7, 7, 2]]),
-            "index_lens": np.array([3, 2, 3]),
-        }
-    else:
-        inputs |= {"block_tables": np.array([[1, 3, -1], [2, -1, -1]]), "context_lens": np.array([5, 3])}
-        inputs |= {"query_starts": np.array([0, 2, 3])}
-    return Call("mla_attention", inputs | {"sinks": np.zeros(2, np.float32)})
+def drawn(make, *how, page=4, **more):
+    """Return a call of three sequences as `kvkit vectors` draws it."""
+    operator, inputs, attributes, _ = make(np.random.default_rng(1), Sizes(page=page, batch=3), *how, **more)
+    attributes = {name: value for name, value in attributes.items() if name != "return_lse"}
+    return Call(operator, inputs | attributes)
 
 
-def latent_append(kind):
-    """Return an append of 4 latent tokens, one without a slot, to 4 blocks of 4 rows."""
-    pool, numbers = latent_scenes.pools(np.ones((4, 4, 576), np.float32), kind)
-    tokens = np.random.default_rng(1).random((4, numbers.shape[1]), np.float32)
-    inputs = {"latent": tokens[:, :-64].copy(), "rope": tokens[:, -64:].copy(), "cache": pool.pop("latent")}
-    return Call("mla_append", inputs | pool | {"slot_mapping": np.array([15, -1, 0, 6])})
+def latent(**more):
+    return lambda: drawn(vectors.dense_attention, 2, 2, "fp32", sinks=True, **more)
 
 
-def indexer(dtype=np.float32, **more):
-    """Return a call for the scores of 3 queries of 2 sequences, over the contexts of `latent`."""
-    rng = np.random.default_rng(1)
-    inputs = {
-        "query": rng.random((3, 2, 16), np.float32),
-        "keys": rng.random((4, 4, 16), np.float32).astype(dtype),
-    }
-    inputs |= {"weights": rng.random((3, 2), np.float32), "block_tables": np.array([[1, 3, -1], [2, -1, -1]])}
-    inputs |= {"context_lens": np.array([5, 3]), "query_starts": np.array([0, 2, 3])}
-    return Call("indexer_scores", inputs | more)
+def latent_append(**more):
+    return lambda: drawn(vectors.append_rows, "fp32", page=3, **more)
 
 
 def delta(name, by_channel=False, **more):
@@ -156,17 +136,6 @@ def convolution(name, **more):
     inputs = {"x": rng.random((5, 6), np.float32), "weight": rng.random((6, 4), np.float32)}
     inputs |= {"bias": rng.random(6, np.float32), "state": rng.random((7, 6, 3), np.float32)}
     return Call(name, inputs | more)
-
-
-def compression(**more):
-    """Return a call that pools 9 tokens of 3 sequences, one of them padding, in a pool of 5 states."""
-    rng = np.random.default_rng(1)
-    inputs = {name: rng.random((9, 16), np.float32) for name in ("kv", "gate")}
-    inputs |= {"ape": rng.random((2, 16), np.float32), "state": rng.random((5, 6, 2, 16), np.float32)}
-    inputs |= {"ratio": 2, "overlap": True, "norm_weight": rng.random(8, np.float32)}
-    inputs |= {"positions": np.array([6, 7, 8, 0, 1, 0, 1, 2, 3]), "starts": np.array([0, 3, 5, 9])}
-    inputs |= {"state_indices": np.array([3, -1, 0]), "rope": {"rotary_dim": 4, "interleaved": True}}
-    return Call("compress_tokens", inputs | more)
 
 
 def of(name, **inputs):
@@ -221,23 +190,24 @@ CALLS = {
         positions=np.array([9, 0, 4]), rope={"rotary_dim": 16},
     ),
     "swaps": of("swap_blocks", source=BLOCKS, target=-BLOCKS[:3], pairs=np.array([[3, 0], [1, 2]])),
-    "latent rows": lambda: latent("one pool"),
-    "latent rows of two pools": lambda: latent("two pools"),
-    "latent rows of bytes": lambda: latent("ds_mla"),
-    "latent rows in blocks of bytes": lambda: latent("ds_v4"),
-    "chosen latent rows": lambda: latent("one pool", chosen=True),
-    "latent append": lambda: latent_append("one pool"),
-    "latent append to two pools": lambda: latent_append("two pools"),
-    "latent append of bytes": lambda: latent_append("ds_mla"),
+    "latent rows": latent(),
+    "latent rows of two pools": latent(two_pools=True),
+    "latent rows of bytes": latent(format="ds_mla"),
+    "latent rows in blocks of bytes": latent(format="ds_v4"),
+    "chosen latent rows": lambda: drawn(
+        vectors.sparse_attention, 2, 1, "fp32", page=5, sinks=True, lens=True
+    ),
+    "latent append": latent_append(),
+    "latent append to two pools": latent_append(two_pools=True),
+    "latent append of bytes": latent_append(format="ds_mla"),
     "absorb": of("mla_absorb", query=X[:, 0], w_uk=np.ones((2, 8, 12), np.float32)),
     "expand": of("mla_expand", latent_output=X[:, 0], w_uv=np.ones((2, 5, 8), np.float32)),
-    "indexer": indexer,
-    "indexer of codes": lambda: indexer(ml_dtypes.float8_e4m3fn, key_scale=np.ones((4, 4), np.float32)),
-    "choice": of(
-        "topk_rows", scores=np.arange(18, dtype=np.float32).reshape(3, 6), k=2,
-        block_tables=np.array([[1, 3], [2, 0]]), page_size=4, query_starts=np.array([0, 2, 3]),
+    "indexer": lambda: drawn(vectors.index_scores, "fp32", 2),
+    "indexer of codes": lambda: drawn(vectors.index_scores, "e4m3", 2),
+    "choice": lambda: drawn(vectors.top_rows, 2),
+    "compression": lambda: drawn(
+        compression, "csa", pasts=(6, 0, 0), new=(3, 2, 4), dim=16, padding=True
     ),
-    "compression": compression,
     "compressed slots": of(
         "compressed_slots", positions=np.array([2, 3, 4, 7, -1]), block_tables=np.array([[3, 0], [2, 1]]),
         page_size=2, ratio=4, sequence_of_token=np.array([0, 0, 1, 1, 0]),
