@@ -16,18 +16,6 @@ def test_every_line_has_a_formula():
     assert set(NAMED) - set(NAMES) == joined
 
 
-@every
-def test_the_formula_is_bijective(name):
-    sizes = engine_caches.sizes_for(name)
-    places = {}
-    for *_, path, offsets in engine_caches.elements(name, sizes):
-        places.setdefault(path, []).append(offsets.ravel())
-    arrays = engine_caches.filled(name, sizes, engine_caches.values(sizes, engine_caches.kinds_of(name)))
-    for path, offsets in places.items():
-        size = engine_caches.array_at(arrays, path).size
-        assert np.array_equal(np.sort(np.concatenate(offsets)), np.arange(size))
-
-
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in SPLIT])
 @pytest.mark.parametrize("changes", [{}, {"H": 1}, {"N": 1}, {"H": 32}, {"B": 1, "L": 1}], ids=str)
 def test_a_view_has_the_engines_elements(name, changes):

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import kvkit
-from kvkit import reference
 from kvkit.checks import index_tensors
 from kvkit.reference import recurrent as plain
 
@@ -537,8 +536,3 @@ def test_a_g_that_is_no_logarithm_is_refused_with_checks_of_values(monkeypatch, 
     for g, message in ((np.exp(call["g"]), "logarithms of decays"), (call["g"] * np.nan, "numbers, got NaN")):
         with pytest.raises(kvkit.KvkitError, match=f"^g: expected {message}"):
             kvkit.gated_delta_step(**call | {"g": g})
-
-
-def test_the_reference_has_the_operators():
-    names = {"gated_delta_step", "gated_delta_rule", "gated_delta_replay", "delta_gates"}
-    assert names | {"causal_conv", "causal_conv_update"} <= set(reference.OPERATORS)
