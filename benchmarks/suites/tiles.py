@@ -27,7 +27,7 @@ def without_tiles(run):
 
     def other(i):
         choose, calls = machine.tiles, (
-            prepared.attentions, prepared.seen_once, steps.planned_steps, pools.latest
+            prepared.attentions, steps.planned_steps, pools.latest
         )  # fmt: skip
         machine.tiles = lambda: None
         for each in calls:

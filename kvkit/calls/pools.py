@@ -37,10 +37,6 @@ TOKEN_SCALE_AXES = len(("pages", "tokens", "heads"))
 ScalePair = Sequence[Any]
 NO_SCALES = None, None
 ResultForms = list[tuple[tuple[int, ...], np.dtype[Any]]]  # of results
-OWNERS = {  # the array that an address of attention to pools points into
-    "query": "query", "out": "out", "lse": "lse", "keys.address": POOLS[0], "values.address": POOLS[1],
-    "keys.scales": SCALES[0], "values.scales": SCALES[1],
-}  # fmt: skip
 
 
 def with_floats(call: PoolAttention) -> PoolAttention:
@@ -122,8 +118,7 @@ class PlannedPages:
         launches = attention_launches(checked, results)
         cpu.launches.start(*launches)
         if checked.query is call.query:
-            fields = cpu.attention.params.FIELD
-            launches[0].owners = {fields[name]: owner for name, owner in OWNERS.items()}
+            launches[0].owners = cpu.attention.params.POOL_OWNERS
             named = dict(zip(("query", *POOLS, *SCALES, *RESULTS), (*arrays, *results), strict=False))
             forms = list(checked.results.forms.values())
             self._attended.keep(form, (PreparedCall(launches, named, len(results)), forms))

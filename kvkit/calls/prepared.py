@@ -27,8 +27,7 @@ from kvkit.typed import Array, Arrays, Attended
 
 MOST = 4096  # prepared calls of a `PreparedCalls`
 MOST_ATTENTIONS = 64  # forms of attention to keys that are remembered
-# The array that an address of attention to keys points into, by the field of `AttentionParams`.
-OWNERS = {"query": "query", "keys.address": "key", "values.address": "value", "out": "out"}
+KEYS = "query", "key", "value", "out"  # the arrays of attention to keys
 MOST_NOTES = 4  # times that a call says what runs it again
 UNKNOWN = object()  # the version of a launch while its work is divided anew
 Prepared = TypeVar("Prepared")
@@ -164,8 +163,8 @@ class PreparedCall:
     """
 
     __slots__ = (
-        "_addresses", "_attention", "_begin_at", "_distances", "_ends", "_launches", "_load_query",
-        "_mask", "_notes", "_row", "_step", "_steps", "_version", "_written", "owners", "room",
+        "_addresses", "_attention", "_begin_at", "_distances", "_ends", "_first", "_launches", "_load_query",
+        "_mask", "_notes", "_row", "_step", "_steps", "_version", "_written", "names", "room",
     )  # fmt: skip
 
     def __init__(
@@ -191,26 +190,31 @@ class PreparedCall:
             self._version, self._mask, self._row = first.version, first.mask, first.row
         # Where the growing contexts end, behind their begin
         self._ends = steps.kvstarts[-growing - 1 :].data if steps and growing else memoryview(b"")
-        by_index: Any = {i: array for i, array in enumerate(arrays.values()) if written and array is not None}
-        self._written = [i for i in by_index if i >= len(arrays) - written]
-        places = [address(each) if isinstance(each, np.ndarray) else each or 0 for each in arrays.values()]
-        self._distances = overlap_distances(by_index, self._written)
+        index = {name: i for i, name in enumerate(arrays) if arrays[name] is not None}
+        self.names = index.keys()
+        self._written = [i for i in index.values() if i >= len(arrays) - written]
+        # The addresses for which the call was checked, and what `overlap_distances` says of them
+        self._first = [
+            address(each) if isinstance(each, np.ndarray) else each or 0 for each in arrays.values()
+        ]
+        self._distances: list[tuple[int, int, int, int, int]] | None = None if written else []
         # Where launches hold an address: (params, index, the number of its array, the offset in the array)
         self._addresses = [
-            (launch.params, at, i, int(launch.params[at]) - places[i])
+            (launch.params, at, index[owner], launch.params.item(at) - self._first[index[owner]])
             for launch in launches
             for at, owner in launch.owners.items()
-            for i, name in enumerate(arrays)
-            if name == owner and arrays[name] is not None
+            if owner in index and launch.params.item(at)
         ]
-        self.owners = {[*arrays][i] for _, _, i, _ in self._addresses}
 
-    def run(self, arrays: Sequence[Array | None], refit: Refit | None = None) -> bool:
+    def run(self, arrays: Sequence[Any], refit: Refit | None = None) -> bool:
         """Run the call for other arrays of its form; return False if it needs the full checks."""
         places = addresses_of(arrays)
         for i in self._written:
             if not arrays[i].flags.writeable:
                 return False
+        if self._distances is None:  # most forms never come a second time
+            present = {i: array for i, array in enumerate(arrays) if array is not None}
+            self._distances = overlap_distances(present, self._first, self._written)
         for one, other, least, most, checked in self._distances:
             distance = places[other] - places[one]
             if least < distance < most and distance != checked:
@@ -226,12 +230,14 @@ class PreparedCall:
 
     def program(self) -> Program | None:
         """Return what runs the call again without Python; None if several threads or Python have a part."""
-        kernels = [launch.single for launch in self._launches]
-        if None in kernels or self._load_query or self._mask.address:
+        if self._load_query or self._mask.address:
+            return None
+        kernels = [launch.single and launch.single() for launch in self._launches]
+        if None in kernels:
             return None
         addresses = [(address(params) + 8 * at, i, offset) for params, at, i, offset in self._addresses]
         version, room = 0 if self._step is None else int(self._step[0]), self.room if self._attention else -1
-        return Program(kernels, addresses, self._distances, self._step, version, room, self._launches)
+        return Program(kernels, addresses, self._distances or [], self._step, version, room, self._launches)
 
     def run_at(self, places: Sequence[int], refit: Refit | None = None) -> bool:
         """Run the call for arrays at these addresses, which are not checked.
@@ -303,13 +309,10 @@ class PreparedCall:
 
 
 attentions: PreparedCalls[PreparedCall] = PreparedCalls(MOST_ATTENTIONS)
-# Forms that have come once. A context that grows has a new form in each call, which never comes again, so a
-# call is prepared when its form comes for the second time.
-seen_once: PreparedCalls[bool] = PreparedCalls(MOST_ATTENTIONS)
 
 
 def attend_to_keys(call: KeyAttention, out: Array | Arrays | None) -> Attended:
-    """Run `multi_head_attention` for sequences of one length; calls of one form are checked twice.
+    """Run `multi_head_attention` for sequences of one length; calls of one form are checked once.
 
     Calls with a mask or sinks, or that return more than the output, are checked each time.
     """
@@ -333,10 +336,8 @@ def attend_to_keys(call: KeyAttention, out: Array | Arrays | None) -> Attended:
     results = checked.results.arrays(out)
     launches = attention_launches(checked, results)
     cpu.launches.start(*launches)
-    if not prepared and not seen_once.take(form):
-        seen_once.keep(form, True)
-    elif all(map(operator.is_, arrays, dict(checked.results.inputs).values())):
-        launches[0].owners = {cpu.attention.params.FIELD[field]: name for field, name in OWNERS.items()}
-        named = dict(zip(OWNERS.values(), (*arrays, results[0]), strict=True))
+    if all(map(operator.is_, arrays, dict(checked.results.inputs).values())):
+        launches[0].owners = cpu.attention.params.KEY_OWNERS
+        named = dict(zip(KEYS, (*arrays, results[0]), strict=True))
         attentions.keep(form, PreparedCall(launches, named, 1))
     return one_or_all(results)

@@ -106,9 +106,8 @@ class Launch:
     run: Callable[[], object]
     alive: tuple = ()  # other objects that `params` points into
     reschedule: Callable[[], bool] | None = None  # divides the work anew; False if that needs another launch
-    single: Single | None = (
-        None  # what one thread runs; None if several threads, or Python, have a part in it
-    )
+    # Returns what one call runs, in one thread or a team; None if several threads or Python have a part in it
+    single: Callable[[], Single | None] | None = None
 
 
 INT = types.int64

@@ -39,6 +39,8 @@ def addresses_of(arrays: Iterable[Any]) -> list[int]:
 
 def byte_span(array: ndarray) -> tuple[int, int]:
     """Return the range of byte offsets of an array's elements, relative to its address."""
+    if array.flags.c_contiguous:  # also without elements
+        return 0, array.nbytes
     if not array.size:
         return 0, 0
     reach = [stride * (size - 1) for stride, size in zip(array.strides, array.shape, strict=True)]
@@ -46,15 +48,16 @@ def byte_span(array: ndarray) -> tuple[int, int]:
 
 
 def overlap_distances(
-    arrays: Mapping[Name, ndarray], written: Collection[Name]
+    arrays: Mapping[Name, ndarray], places: Any, written: Collection[Name]
 ) -> list[tuple[Name, Name, int, int, int]]:
     """Return (one, other, least, most, checked) for each pair of which one array is `written`.
 
     A later call has other addresses. Its arrays may overlap if the distance from `one` to `other` lies
-    between `least` and `most`. The distance `checked` is always allowed: the arrays given here have it, and
-    they were checked not to overlap, although their spans may (halves of one pool).
+    between `least` and `most`. The distance `checked` is always allowed: arrays of these shapes and strides
+    had it at the addresses `places[name]`, where they were checked not to overlap, although their spans may
+    (halves of one pool).
     """
-    spans = {name: (address(array), *byte_span(array)) for name, array in arrays.items()}
+    spans = {name: (places[name], *byte_span(array)) for name, array in arrays.items()}
     return [
         (one, other, low - other_high, high - other_low, other_place - place)
         for i, (one, (place, low, high)) in enumerate(spans.items()) if one in written

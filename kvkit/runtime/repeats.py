@@ -56,6 +56,7 @@ class Single(NamedTuple):
     # What divides the work for other lengths, f(0, params), and its params
     schedule: tuple[int, int] = 0, 0
     division: Sequence[tuple[int, int, int]] = ()  # (address, least, most) of words that it must leave
+    team: Array | None = None  # the record of a team, which `params` is the address of
 
 
 class Program(NamedTuple):

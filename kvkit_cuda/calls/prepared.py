@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from kvkit.operators import OPERATORS
 from kvkit.runtime import locks
-from kvkit.runtime.arrays import overlap_distances
+from kvkit.runtime.arrays import address, overlap_distances
 from kvkit_cuda.calls import homes
 from kvkit_cuda.calls.tables import SCRATCH
 from kvkit_cuda.device_runtime import host
@@ -169,7 +169,8 @@ class PreparedCall:
         self.results = [result(i) for i in range(len(forms))]
         self.like = next(iter(operands.values())).like
         seen = {name: operand.seen for name, operand in operands.items()}
-        self.overlapping = overlap_distances(seen, {*written, *self.results})
+        places = {name: address(array) for name, array in seen.items()}
+        self.overlapping = overlap_distances(seen, places, {*written, *self.results})
         self.scratch_bytes = max([launch.scratch for launch in launches], default=0)
         self.places = {}  # the addresses of operands that launches have now
         # where launches have addresses of operands, and of scratch

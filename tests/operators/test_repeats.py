@@ -34,7 +34,7 @@ def fresh():
 
 def forget():
     """Forget every prepared call, so that the next one is checked and prepared."""
-    for calls in prepared.attentions, prepared.seen_once, steps.planned_steps, pools.latest:
+    for calls in prepared.attentions, steps.planned_steps, pools.latest:
         calls.clear()
     repeats.forget_all()
 

@@ -19,6 +19,6 @@ forms = pytest.mark.parametrize("form", FORMS)
 def use_tiles(monkeypatch, form):
     """Multiply tiles by "instructions", in "memory", or, if the form is None, not at all."""
     monkeypatch.setattr(machine, "tiles", lambda: form)
-    for calls in prepared.attentions, prepared.seen_once, steps.planned_steps, pools.latest:
+    for calls in prepared.attentions, steps.planned_steps, pools.latest:
         calls.clear()  # a call of the same form would be that of other engines
     repeats.forget_all()

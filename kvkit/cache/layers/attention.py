@@ -361,7 +361,7 @@ def prepare_pieces(
     attend = cpu.attention.prepare.prepare_attention(
         queries, flat_outs, flat_lses, context, step, earlier, weights
     )
-    attend.owners.clear()  # no address changes from run to run; `join` keeps the arrays alive
+    attend.owners = {}  # no address changes from run to run; `join` keeps the arrays alive
     join = cpu.attention.merge.prepare_merge(FLOAT32.name, list(outs), list(lses), out, lse)
     join.alive = *join.alive, outs, lses
     call = PreparedCall(

@@ -333,7 +333,7 @@ class PagedStep:
     def _attend_again(self, prepared: Any, query: Array, layer_idx: int) -> Attended:
         """Run a prepared call with other queries; return the results in new arrays."""
         out, lse = np.empty((*query.shape[:-1], self._value_dim), query.dtype), None
-        if "lse" in prepared.owners:
+        if "lse" in prepared.names:
             lse = np.empty(query.shape[:-1], np.float32)
         prepared.run_at(self._places(layer_idx, {"query": query, "out": out, "lse": lse}))
         return out if lse is None else (out, lse)

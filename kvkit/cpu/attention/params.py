@@ -60,13 +60,20 @@ LATE_FIELDS = (
     "products", "engines", "keys.to_bfloat16", "values.to_bfloat16",
     "counters", "partials", "merge_splits", "workspace_at", "weights_at",
 )  # fmt: skip
-ADDRESS_OWNER = {
-    FIELD[field]: owner
-    for field, owner in {
-        "query": "query", "out": "out", "lse": "lse", "keys.address": "cache", "values.address": "cache",
-        "keys.scales": "scale", "values.scales": "scale",
-    }.items()
-}  # fmt: skip
+# The array that an address points into, by its index: of attention to a cache, to keys, and to pools.
+RESULTS = {"query": "query", "out": "out", "lse": "lse"}
+CACHE_OWNERS, KEY_OWNERS, POOL_OWNERS = (
+    {FIELD[field]: owner for field, owner in (RESULTS | owners).items()}
+    for owners in (
+        dict.fromkeys(("keys.address", "values.address"), "cache")
+        | dict.fromkeys(("keys.scales", "values.scales"), "scale"),
+        {"keys.address": "key", "values.address": "value"},
+        {
+            "keys.address": "key_cache", "values.address": "value_cache",
+            "keys.scales": "key_scale", "values.scales": "value_scale",
+        },
+    )
+)  # fmt: skip
 COUNTING = np.arange(WIDE_BLOCK + LANES)  # row ids of widened rows
 # A launch has one engine for tiles of each number of rows, and for some formats a second one for 32 rows.
 ENGINE_ROWS = (1, 2, 4, 8, 16, WIDE)

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,9 +26,9 @@ from kvkit.cpu.attention.engines import integers as integer_engine
 from kvkit.cpu.attention.epilogue import merge_code, scaled_row
 from kvkit.cpu.attention.key_weights import UNIT, key_tiles, weights_bytes, weights_code
 from kvkit.cpu.attention.params import (
-    ADDRESS_OWNER,
     ATTENTION_PARAMS,
     BLOCK,
+    CACHE_OWNERS,
     COUNTING,
     ENGINE,
     ENGINE_ROWS,
@@ -48,6 +49,7 @@ from kvkit.cpu.simd.attention import WIDE
 from kvkit.cpu.simd.chunks import LINE, NARROW
 from kvkit.cpu.simd.lanes import LANES
 from kvkit.formats.elements import BY_NAME, coarser
+from kvkit.runtime.arrays import addresses_of
 from kvkit.runtime.repeats import Single
 
 BLOCK_TOKENS = 64
@@ -120,15 +122,21 @@ def prepare_attention(query, out, lse, context, steps, decoding, weights, key_we
     is_long = floats and longest <= LONGEST_ROW and [side.row * step for side, step in places] == [*sizes]
     lead = 0 if longest <= UNAIDED_ROW else LONG_RUN_AHEAD // longest
     same_strides = keys.row == values.row and (context.heads == 1 or keys.head == values.head)
-    params = filled_params(form, distances, {
+    fields = {
         **side_fields("keys", context, 0, steps.table),
         **side_fields("values", context, 1, steps.table if value_table is None else value_table),
         **scoring_fields(weights, constants, sinks),
         **(NO_KEY_SUMS if key_weights is None else key_sum_fields(key_weights, steps)),
         "values_have_own_table": value_table is not None or not same_strides,
-        "long_run": distances.long_run if is_long else prefetching.NEVER, "long_run_lead": lead,
+        "long_run": distances.long_run if is_long else prefetching.NEVER,
+        "long_run_lead": lead,
         **token_fields(query, out, lse, context.heads, steps, decoding),
-    })  # fmt: skip
+    }
+    record, places, in_order, fixed = fixed_params(form, distances)
+    if len(fields) + len(fixed) != len(ATTENTION_PARAMS.names):
+        ATTENTION_PARAMS.filled(fixed | fields)  # raises, and says what is wrong
+    params = record.copy()
+    params[places] = in_order(fields)
     if key_weights is not None:
         keep_items_whole(params, steps)
     division = schedule(params, address(params))
@@ -174,30 +182,32 @@ def launch(params, division, alive, shared, key_weights=None):
         if key_weights is not None:
             np.multiply(sums, UNIT, out=key_weights, casting="unsafe")
 
-    owners = {place: owner for place, owner in ADDRESS_OWNER.items() if params[place]}
     plain, single = not shared and key_weights is None, None
     if plain and items and params[FIELD["products"]] < SMALL:
-        kernel, workers = scheduler.scheduler_code("work"), 1 if is_alone else min(items, launches.threads())
-        code, argument = kernel.address, at
-        if workers > 1:
-            team = launches.team_of(kernel, workers, at)
-            code, argument, alive = launches.team_code()[0].address, address(team), (*alive, team)
-        places = [
-            (at + 8 * field, address(space.words), workers * each + whole)
-            for field, space, each, whole in grants
-        ]
-        # (address, least, most) of the params' words that a division decides
-        words = [
-            (at + 8 * FIELD[name], *2 * [number]) for name, number in zip(DIVISION, division, strict=False)
-        ]
-        limits = (0, least_shared() - 1) if is_alone else (least_shared(), SMALL - 1)
-        words.append((at + 8 * FIELD["products"], *limits))
-        divide = scheduler.scheduler_code("schedule").address, at
-        single = Single(code, argument, counters, places, divide, words)
+        single = functools.partial(single_kernel, at, division, counters, grants)
     return Launch(
-        params, owners, run if plain else run_with_scales_and_sums, alive,
+        params, CACHE_OWNERS, run if plain else run_with_scales_and_sums, alive,
         lambda: schedule(params, at) == division, single,
     )  # fmt: skip
+
+
+def single_kernel(at, division, counters, grants):
+    """Return what runs scheduled attention with params at `at`, in one thread or in a team's, or None."""
+    kernel, alone = scheduler.scheduler_code("work"), division[-1]
+    workers = 1 if alone else min(division[1], launches.threads())
+    if workers > 1 and not launches.parallel:
+        return None
+    team = launches.team_of(kernel, workers, at) if workers > 1 else None
+    code = kernel.address if team is None else launches.team_code()[0].address
+    places = [
+        (at + 8 * field, address(space.words), workers * each + whole) for field, space, each, whole in grants
+    ]
+    # (address, least, most) of the params' words that a division decides
+    words = [(at + 8 * FIELD[name], *2 * [number]) for name, number in zip(DIVISION, division, strict=False)]
+    limits = (0, least_shared() - 1) if alone else (least_shared(), SMALL - 1)
+    words.append((at + 8 * FIELD["products"], *limits))
+    divide = scheduler.scheduler_code("schedule").address, at
+    return Single(code, at if team is None else address(team), counters, places, divide, words, team)
 
 
 def schedule(params, at):
@@ -220,32 +230,20 @@ def least_shared():
 FIXED: dict[Any, Any] = {}  # what `fixed_params` has returned, by its arguments
 
 
-def filled_params(form, distances, fields):
-    """Return the params with the fields that a form decides and those of a call, as `Record.filled` does."""
-    fixed, record = fixed_params(form, distances)
-    if len(fields) + len(fixed) != len(ATTENTION_PARAMS.names):
-        return ATTENTION_PARAMS.filled(fixed | fields)  # which says what is wrong
-    params = record.copy()
-    words = params.data
-    for name, value in fields.items():
-        if type(value) is not int:
-            value = address(value) if isinstance(value, np.ndarray) else value or 0
-        words[FIELD[name]] = value
-    return params
-
-
 def fixed_params(form, distances):
-    """Return the fields that a form decides, and the params with these, which hold their arrays' addresses.
+    """Return params with the fields that a form decides, and where the fields of a call lie and f(fields).
 
-    Both are kept for good: where threads make them at once, all get the first ones.
+    The function returns the numbers of these fields in order. All is kept for good, because the params hold
+    their arrays' addresses: where threads make them at once, all get the first ones.
     """
     found = FIXED.get((form, distances))
     if found is not None:
         return found
     fixed = fixed_fields(form, distances)
-    missing = set(ATTENTION_PARAMS.names).difference(fixed)
-    record = ATTENTION_PARAMS.filled(fixed | dict.fromkeys(missing, 0))
-    return FIXED.setdefault((form, distances), (fixed, record))
+    names = [name for name in ATTENTION_PARAMS.names if name not in fixed]
+    record = ATTENTION_PARAMS.filled(fixed | dict.fromkeys(names, 0))
+    places = np.array([FIELD[name] for name in names])
+    return FIXED.setdefault((form, distances), (record, places, operator.itemgetter(*names), fixed))
 
 
 # What formats and sizes decide
@@ -464,22 +462,24 @@ def side_fields(name, context, i, table):
     """Return the fields of keys or values: addresses and strides, the page table, steps and sizes."""
     size, side, step = (context.key_bytes, context.value_bytes)[i], context.sides[i], context.steps[i]
     scale_tokens = LINE // 2 // max(1, abs(side.scale_row * step))
-    numbers = *side, table, step, context.elements[i], size, max(1, scale_tokens)
+    numbers = *side, address(table), step, context.elements[i], size, max(1, scale_tokens)
     return dict(zip(SIDE_FIELDS[name], numbers, strict=True))
 
 
 def token_fields(query, out, lse, heads, steps, decoding):
     """Return the fields of queries, of both outputs, and of a step's sequences."""
+    starts = steps.seqstarts, steps.kvstarts, steps.table_starts
+    query_at, out_at, lse_at, seqstarts, kvstarts, table_starts = addresses_of((query, out, lse, *starts))
     fields = {
-        "query": query, "out": out, "lse": lse, "group": query.shape[-2] // heads,
-        "batch": len(steps.start_pos), "decoding": decoding,
-        "seqstarts": steps.seqstarts, "kvstarts": steps.kvstarts,
+        "query": query_at, "out": out_at, "lse": lse_at, "group": query.shape[-2] // heads,
+        "batch": len(steps.start_pos), "decoding": decoding, "seqstarts": seqstarts, "kvstarts": kvstarts,
         "table_row": steps.table.strides[0], "table_entry": steps.table.itemsize,
-        "page_size": steps.page_size, "table_starts": steps.table_starts,
+        "page_size": steps.page_size, "table_starts": table_starts,
     }  # fmt: skip
-    for name, array in ("query", query), ("out", out), ("lse", None if lse is None else lse[..., None]):
-        strides = (0, 0, 0) if array is None else packed_strides(array)
-        fields[f"{name}_sequence"], fields[f"{name}_token"], fields[f"{name}_head"] = strides
+    fields["query_sequence"], fields["query_token"], fields["query_head"] = packed_strides(query)
+    fields["out_sequence"], fields["out_token"], fields["out_head"] = packed_strides(out)
+    strides = (0, 0, 0) if lse is None else packed_strides(lse[..., None])
+    fields["lse_sequence"], fields["lse_token"], fields["lse_head"] = strides
     return fields
 
 
@@ -489,20 +489,22 @@ def scoring_fields(weights, constants, sinks):
     Factors are one for all keys, or `weights.scales` [2, sequences or 1, heads or 1].
     """
     slopes, scales, mask, softcap = weights.slopes, weights.scales, weights.mask, weights.softcap
-    biases = softcap or weights.alibi or slopes is not None or mask.address
-    keys, values, factor_sequence, factor_head = constants, None, 0, 0
+    sinks_at, slopes_at, constants_at = addresses_of((sinks, slopes, constants))
+    biases = softcap or weights.alibi or slopes_at or mask.address
+    keys_at, values_at, factor_sequence, factor_head = constants_at, 0, 0, 0
     if scales is not None:
-        keys, values = scales
+        keys_at, values_at = address(scales), address(scales) + scales.strides[0]
         factor_sequence, factor_head = (
-            stride if size > 1 else 0 for size, stride in zip(keys.shape, keys.strides, strict=True)
+            stride if size > 1 else 0
+            for size, stride in zip(scales.shape[1:], scales.strides[1:], strict=True)
         )
     return {
         "causal": weights.causal, "alibi": weights.alibi, "left": weights.left, "right": weights.right,
-        "cap": softcap != 0, "cap_at": constants[1:],
-        "sinks": sinks, "sink_sequences": weights.sink_sequences,
-        "slopes": slopes,
+        "cap": softcap != 0, "cap_at": constants_at + constants.itemsize,
+        "sinks": sinks_at, "sink_sequences": weights.sink_sequences,
+        "slopes": slopes_at,
         "slopes_sequence": slopes.strides[0] if slopes is not None and len(slopes) > 1 else 0,
-        "key_factors": keys, "value_factors": values,
+        "key_factors": keys_at, "value_factors": values_at,
         "factor_sequence": factor_sequence, "factor_head": factor_head,
         "add_biases": biases_code().address if biases else 0,
         "mask": mask.address, "mask_kind": mask.kind, "mask_sequence": mask.sequence,

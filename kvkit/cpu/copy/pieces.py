@@ -330,8 +330,9 @@ def prepare_copy(sides, code, pieces, block_size, moved, alive, names=(), mean_c
     }
     place, size = address(params) + 8 * PARAMS.at["lines"], items * item_bytes
     grants = [(place, address(lines.words), size)] if item_bytes else []
-    single = Single(kernel.address, address(params), grants=grants) if moved < SMALL_BYTES else None
-    return Launch(numbers, owners, run, (*alive, params, pieces, starts), single=single)
+    single = functools.partial(Single, kernel.address, address(params), grants=grants)
+    alive = *alive, params, pieces, starts
+    return Launch(numbers, owners, run, alive, single=single if moved < SMALL_BYTES else None)
 
 
 def prepare_encoding(sides, pieces, rotation=None):

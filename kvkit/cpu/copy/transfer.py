@@ -126,7 +126,7 @@ def prepare_transfer(direction, key, value, cache, steps, repeat=1):
     run = functools.partial(run_workers, code, workers, address(params))
     return Launch(
         sides, owners_of(direction, bool(cache.scale_format)), run, (params, starts, first, steps.table),
-        single=Single(code.address, address(params)) if moved < SMALL_BYTES else None,
+        single=functools.partial(Single, code.address, address(params)) if moved < SMALL_BYTES else None,
     )  # fmt: skip
 
 
