@@ -251,13 +251,3 @@ def test_refusals():
         layer.attend(query)
     with pytest.raises(KvkitError, match="attn_mask: expected None"):
         layer.attend(query, np.ones((1, 2), bool))
-    for wrong in (
-        {"index_dim": 8},
-        {"index_dim": 8, "index_topk": 2, "ratio": 0},
-        {"ratio": -1},
-        {"rope_dim": 9},
-    ):
-        with pytest.raises(KvkitError):
-            CompressedLayer(**{"dim": 8, "rope_dim": 4, "ratio": 4} | wrong)
-    with pytest.raises(KvkitError, match="format"):
-        CompressedLayer(8, 4, format="ds_v4")

@@ -202,19 +202,6 @@ def test_wrong_steps_change_nothing(change, message):
     assert {name: array.tobytes() for name, array in layer.states.items()} == before
 
 
-def test_wrong_layers():
-    for sizes, message in (
-        ((4, 8, 6, 55, 4), r"conv_channels: expected 2 \* key heads \* 8 \+ 24"),
-        ((4, 8, 6, 24 + 48, 4), "conv_channels: expected .* key heads dividing 4, got 72"),
-        ((0, 8, 6, 56, 4), "num_heads: expected at least 1"),
-        ((4, 8, 6, 56, 9), "conv_width: expected an integer"),
-    ):  # fmt: skip
-        with pytest.raises(KvkitError, match=f"^{message}"):
-            GatedDeltaLayer(*sizes)
-    with pytest.raises(KvkitError, match=r"^kind: expected 'gdn' or 'kda', got"):
-        layer_of("gdn2")
-
-
 # Pools
 
 

@@ -154,10 +154,6 @@ def test_what_is_refused():
             r"q_pe: expected .* 2, 8\)",
         ),
         (lambda: layer.attend(latent, kpe, softmax_scale=1), "stored tokens"),
-        (lambda: LatentLayer(format="int8:g64"), "expected None or ds_mla .`kvkit study` shows"),
-        (lambda: LatentLayer(format="ds_v4"), "expected None or ds_mla .`kvkit study` shows"),
-        (lambda: LatentLayer(32, 8, "ds_mla"), r"rows of 512 \+ 64, for ds_mla, got \(32, 8\)"),
-        (lambda: IndexedLayer(LatentLayer(512, 64, "ds_mla")), "without a format"),
     ):
         with pytest.raises(KvkitError, match=message):
             call()

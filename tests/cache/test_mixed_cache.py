@@ -86,25 +86,3 @@ def test_layers_that_are_not_quantized_have_no_format():
     ]  # fmt: skip
     with pytest.raises(KvkitError, match="a layer with full attention for int8, got layer 1"):
         QuantizedCache("int8@1/int4", layer_types=kinds, window=4)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"format": "int8@0/int4"}, "num_layers: expected the number of layers, for the mix int8@0/int4"),
-        ({"key": "int8@0/int4"}, "num_layers: expected the number of layers, for the mix int8@0/int4"),
-        ({"format": "int8@7/int4", "num_layers": 4}, "layers from -4 to 3, got 7"),
-        ({"format": "int8@0/nvfp4", "num_layers": 4}, "format: expected int8, int4"),
-        ({"value": "int8@0", "num_layers": 2}, "a format for layer 1"),
-    ],
-)
-def test_refused(arguments, words):
-    with pytest.raises(KvkitError) as caught:
-        QuantizedCache(**arguments)
-    assert words in str(caught.value)
-
-
-def test_one_layer_takes_no_mix():
-    for make in (QuantSpec, QuantizedLayer):
-        with pytest.raises(KvkitError, match="a format of one layer"):
-            make("int8@0/int4")

@@ -53,13 +53,6 @@ def test_packed_sequences_are_attended_to_as_pages_of_a_pool(states, dtype):
 
 
 def test_what_is_refused(states):
-    with pytest.raises(
-        KvkitError,
-        match="latent_dim: expected 0, because quant_bit, quant_format or several heads are given",
-    ):
-        PagedCache(4, 4, 1, 2, DIM, np.float32, latent_dim=LATENT)
-    with pytest.raises(KvkitError, match="latent_dim: expected an integer from 0 to 39"):
-        PagedCache(4, 4, 1, 1, DIM, np.float32, latent_dim=DIM)
     cache = paged()
     with cache.begin_step([(cache.blocks.add(), 3)]) as step:
         latent, kpe = (states((3, 1, dim), np.float32) for dim in (LATENT, ROPE))
