@@ -320,6 +320,18 @@ def test_hidden_keys_and_values_of_few_rows_do_not_matter(form, poison, rng, mon
         assert np.isfinite(output.astype(np.float32)).all()
 
 
+@forms
+def test_every_nan_of_float16_is_seen(form, rng, monkeypatch):
+    """Also one whose bits overflow where term 0 is rounded."""
+    use_tiles(monkeypatch, form)
+    for name, sign in itertools.product(("key", "value"), (0, 0x8000)):
+        call = static(rng, FP16, 0, 40, 1, 1, 1, dim=32)
+        call[name][0, 5, 0, 2:3].view(np.uint16)[:] = 0x7FFF | sign
+        output = call.run().astype(np.float32)[0]
+        assert np.isfinite(output[:5]).all()
+        assert np.isnan(output[5:, 0, 2]).all()
+
+
 @pytest.mark.parametrize("poison", [np.nan, np.inf], ids=str)
 @forms
 def test_hidden_keys_and_values_do_not_matter(form, poison, rng, monkeypatch):

@@ -125,7 +125,7 @@ def set_up_block(params, block):
     block.prefetch_twice = run_bytes <= params.short_run
     block.prefetch_scales = params.scale_bytes and not block.widens and run_bytes <= params.scaled_run
     block.touches_pages = block.tiles == 1 and params.page_size <= params.touched_run // keys.bytes
-    addresses_bytes = 8 * ((1 if block.wide else block.tiles) * block.size + EXTRA_ADDRESSES)
+    addresses_bytes = 8 * ((2 if block.wide else block.tiles) * block.size + EXTRA_ADDRESSES)
     block.key_row_ids = block.value_row_ids = at + offsets.row_ids
     block.key_addresses = block.key_row_ids + 8 * (block.size + block.lead + EXTRA_IDS)
     block.value_addresses = block.key_addresses + addresses_bytes

@@ -9,9 +9,9 @@ is rarely rescaled: weights up to 2^LAZY lose nothing. Of eight tiles, 0 to 3 ar
 elements) by 32 rows, 4 and 5 are A, 6 and 7 are B.
 
 A float16 number is the sum of two terms of bfloat16, exactly: x = x0 + x1, where x0 is x rounded to 8 bits.
-So scores have four products for each one, whose sums are those of float32. Weights have two terms too, of 16
-bits in all; sums leave x1 y1 out, which is below 2^-16 of the whole. Two terms of a float32, as of a code
-times its scale, hold 16 bits; queries and weights beside them have one, as over rows of bfloat16.
+Weights have two terms too, of 16 bits in all. Products leave x1 y1 out, which is below 2^-18 of x y: half of
+what sums of 128 numbers of float32 may lose. Two terms of a float32, as of a code times its scale, hold 16
+bits; queries and weights beside them have one, as over rows of bfloat16.
 """
 
 import functools
@@ -24,12 +24,12 @@ from llvmlite import ir
 from kvkit.cpu.simd import lanes
 from kvkit.cpu.simd.attention import LOWEST, transposed_vectors
 from kvkit.cpu.simd.lanes import (
-    F16,
     F32,
     I16,
     I32,
     I64,
     LANES,
+    RAW,
     Lanes,
     StackSlots,
     loop,
@@ -37,12 +37,13 @@ from kvkit.cpu.simd.lanes import (
     read,
     write,
 )
-from kvkit.cpu.simd.pairs import PAIRED, bfloat16_pairs, interleave
+from kvkit.cpu.simd.pairs import PAIRED, interleave
 from kvkit.cpu.simd.tiles import ROW, ROWS, Tiles
 from kvkit.formats.elements import BY_NAME
 
 STEP = 2 * ROWS  # tokens, or elements, of a step
 LAZY, LOG2E, LN2 = 8.0, 1.4426950408889634, 0.6931471805599453
+HIGH = 0xFFFF0000  # of a word: the bits of its second bfloat16
 GROUP_BYTES = 16  # of an entry of the list of keys: address and stride of 16 rows
 
 
@@ -64,33 +65,40 @@ class Terms(NamedTuple):
     queries: int
     element: str  # of keys and values before they are split into terms
 
-    def products(self, most: int) -> list[tuple[int, int]]:
-        """Return the terms (of A, of B) that are multiplied: all whose numbers add up to at most `most`.
+    def products(self) -> list[tuple[int, int]]:
+        """Return the terms (of A, of B) that are multiplied: all but term 1 by term 1.
 
         Each product has a term of the one before, whose tiles are loaded.
         """
-        order = [range(min(self.queries - 1, most - i), -1, -1) for i in range(self.rows)]
-        return [(i, j) for i, terms in enumerate(order) for j in (terms[::-1] if i % 2 else terms)]
+        return [(1, 0), (0, 0), (0, 1)][2 - self.rows : 1 + self.queries]
 
 
 BFLOAT16, FLOAT16 = Terms(1, 1, "bfloat16"), Terms(2, 2, "float16")
 CODES = Terms(2, 1, "float32")
 
 
-def read_term(b, address, element, term):
-    """Read 32 numbers of an element as bfloat16: one of their terms."""
+def read_terms(b, address, element, terms):
+    """Read 32 numbers of an element as bfloat16: a list of their terms."""
     if element == "bfloat16":
-        return read(b, address, I16, 2 * LANES)
-    x = read(b, address, F32 if element == "float32" else F16, 2 * LANES)
-    x = x if element == "float32" else x.cast("fpext", F32)
-    first = rounded(x)
-    part = rounded(x - first) if term else first
-    return (part.as_bits() >> 16).cast("trunc", I16)
+        return [read(b, address, I16, 2 * LANES)]
+    pairs = pair_terms([read_floats(b, address, element, half) for half in range(2)], terms)
+    return [x.as_bits(16).pick(i % LANES * 2 + i // LANES for i in range(2 * LANES)) for x in pairs]
 
 
-def rounded(x):
-    """Round float32 lanes to the bits of bfloat16, ties away from zero."""
-    return (x.as_bits().plus(0x8000) & 0xFFFF0000).cast("bitcast", F32)
+def read_floats(b, address, element, half):
+    """Read 16 numbers of an element, the first or the second ones at an address, as float32."""
+    at = b.add(address, I64(half * BY_NAME[element].bytes(LANES)))
+    return lanes.widen(read(b, at, RAW[element], LANES), element)
+
+
+def pair_terms(both, terms):
+    """Return pairs of bfloat16 for two vectors of float32: term 0 is rounded, ties away from 0, term 1 cut.
+
+    Term 1 of a NaN is NaN.
+    """
+    first = [(x.as_bits().plus(0x8000) & HIGH).cast("bitcast", F32) for x in both]
+    vectors = [first, [x - y for x, y in zip(both, first, strict=True)]][:terms]
+    return [(x.as_bits() >> 16) | (y.as_bits() & HIGH) for x, y in vectors]
 
 
 @functools.cache
@@ -108,15 +116,16 @@ def pack_queries(terms):
                 row = I64(LANES * half + r)
                 inside.append(b.icmp_signed("<=", row, last))
                 rows.append(lanes.row_id_at(b, addresses, b.select(inside[r], row, last)))
-            for term in range(terms.queries):
-                to_term = b.add(target, b.mul(dim, I64(term * PAIRED // 2)))
-                with loop(b, dim, STEP) as i:
-                    places = [b.add(row, b.mul(i, I64(2))) for row in rows]
-                    words = [read_term(b, at, element, term).as_bits() for at in places]
+            with loop(b, dim, STEP) as i:
+                places = [b.add(row, b.mul(i, I64(2))) for row in rows]
+                to = b.add(target, b.add(b.mul(i, I64(PAIRED // 2)), I64(ROW * half)))
+                both = zip(*(read_terms(b, at, element, terms.queries) for at in places), strict=True)
+                for term, parts in enumerate(both):
+                    words = [x.as_bits() for x in parts]
                     words = [Lanes(b, b.select(inside[r], x.value, x.of(0))) for r, x in enumerate(words)]
-                    to = b.add(to_term, b.add(b.mul(i, I64(PAIRED // 2)), I64(ROW * half)))
+                    to_term = b.add(to, b.mul(dim, I64(term * PAIRED // 2)))
                     for k, column in enumerate(transposed_vectors(words)):
-                        write(b, b.add(to, I64(PAIRED * k)), column)
+                        write(b, b.add(to_term, I64(PAIRED * k)), column)
 
     return pack_queries
 
@@ -133,8 +142,9 @@ def split_rows(terms):
             row, to = lanes.row_id_at(b, addresses, t), b.add(target, b.mul(b.mul(t, dim), I64(2)))
             with loop(b, dim, STEP) as i:
                 at, offset = b.add(row, b.mul(i, I64(element_bytes))), b.mul(i, I64(2))
-                for term, place in enumerate((to, b.add(to, between))):
-                    write(b, b.add(place, offset), read_term(b, at, terms.element, term))
+                parts = read_terms(b, at, terms.element, terms.rows)
+                for part, place in zip(parts, (to, b.add(to, between)), strict=True):
+                    write(b, b.add(place, offset), part)
 
     return split_rows
 
@@ -173,7 +183,7 @@ def add_scores(b, tiles, queries, groups, key_term, t, dim, terms, prefetches, b
     first_row = b.mul(b.sdiv(t, I64(STEP)), each)
     with loop(b, dim, STEP) as i:
         factors = []
-        for key, query in terms.products(2):
+        for key, query in terms.products():
             offset = b.add(b.mul(i, I64(2)), b.mul(key_term, I64(key)))
             to_query = b.mul(b.add(i, b.mul(dim, I64(query))), I64(PAIRED // 2))
             rows = [(b.add(at, offset), row) for at, row in keys]
@@ -206,7 +216,7 @@ def sums(in_memory, terms):
             strip = b.add(values, b.mul(b.lshr(i, I64(4)), size))
             with loop(b, count, STEP) as t:
                 factors = []
-                for value, weight in terms.products(1):
+                for value, weight in terms.products():
                     at = b.add(b.add(strip, b.mul(value_term, I64(value))), b.mul(t, I64(ROW // 2)))
                     rows = (at, I64(ROW)), (b.add(at, size), I64(ROW))
                     of_weight = b.add(b.add(weights, I64(PAIRED * weight)), b.mul(t, I64(row // 2)))
@@ -265,32 +275,44 @@ def transpose_values(terms):
         `addresses`.
         """
         last, size = b.sub(count, I64(1)), b.mul(tokens, I64(2 * ROWS))
+        term_bytes = b.mul(b.mul(tokens, dim), I64(2))
         with loop(b, b.and_(b.add(count, I64(STEP - 1)), I64(-STEP)), STEP) as t:
-            rows, inside = [], []
+            left, rows = b.sub(count, t), []
             for k in range(STEP):
                 token = b.add(t, I64(k))
-                inside.append(b.icmp_signed("<=", token, last))
-                rows.append(lanes.row_id_at(b, addresses, b.select(inside[k], token, last)))
-            for term in range(terms.rows):
-                to_term = b.add(target, b.mul(b.mul(tokens, dim), I64(2 * term)))
-                with loop(b, dim, STEP) as i:
-                    places = [b.add(row, b.mul(i, I64(element_bytes))) for row in rows]
-                    values = [read_term(b, at, terms.element, term) for at in places]
-                    values = [Lanes(b, b.select(inside[k], x.value, x.of(0))) for k, x in enumerate(values)]
-                    to = b.add(to_term, b.add(b.mul(b.lshr(i, I64(4)), size), b.mul(t, I64(2 * ROWS))))
-                    write_columns(b, values, to, size)
+                token = b.select(b.icmp_signed("<=", token, last), token, last)
+                rows.append(lanes.row_id_at(b, addresses, token))
+            left = b.trunc(b.select(b.icmp_signed("<", left, I64(STEP)), left, I64(STEP)), I16)
+            numbers = Lanes(b, ir.Constant(ir.VectorType(I16, STEP), [*range(STEP)]))
+            seen = b.icmp_signed("<", numbers.value, lanes.fill(b, left, STEP).value)
+            seen = Lanes(b, b.sext(seen, numbers.type)).as_bits()
+            with loop(b, dim, STEP) as i:
+                places = [b.add(row, b.mul(i, I64(element_bytes))) for row in rows]
+                to = b.add(target, b.add(b.mul(b.lshr(i, I64(4)), size), b.mul(t, I64(2 * ROWS))))
+                for half, term, column, vector in value_columns(b, places, terms):
+                    place = b.add(to, I64(ROW * column))
+                    place = b.add(place, size) if half else place
+                    write(b, b.add(place, term_bytes) if term else place, vector & seen)
 
     return transpose_values
 
 
-def write_columns(b, values, target, size):
-    """Write 32 rows of 32 numbers as two tiles [16 elements, 32 rows], which are `size` bytes apart."""
-    both = [interleave(values[k], values[k + 1]) for k in range(0, STEP, 2)]
-    columns = [column for part in zip(*both, strict=True) for column in transposed_vectors(part)]
-    for element in range(2 * LANES):
-        place = b.add(target, I64(ROW * (element % ROWS)))
-        column = columns[element // 8 * 4 + element % 4 + element % 8 // 4 * LANES]
-        write(b, b.add(place, size) if element >= ROWS else place, column)
+def value_columns(b, places, terms):
+    """Yield 32 columns of 32 values at each of the `places`: (half, term, number in the half, column)."""
+    if terms.rows == 1:
+        values = [read(b, at, I16, 2 * LANES) for at in places]
+        both = [interleave(values[k], values[k + 1]) for k in range(0, STEP, 2)]
+        columns = [column for part in zip(*both, strict=True) for column in transposed_vectors(part)]
+        for element in range(2 * LANES):
+            column = columns[element // 8 * 4 + element % 4 + element % 8 // 4 * LANES]
+            yield element // LANES, 0, element % LANES, column
+        return
+    for half in range(2):
+        values = [read_floats(b, at, terms.element, half) for at in places]
+        pairs = [pair_terms(values[k : k + 2], terms.rows) for k in range(0, STEP, 2)]
+        for term, words in enumerate(zip(*pairs, strict=True)):
+            for number, column in enumerate(transposed_vectors(words)):
+                yield half, term, number, column
 
 
 @micro_kernel
@@ -364,11 +386,7 @@ class TileWeights:
                 for k in range(2)
             ]
             self.l[half] = self.l[half] + (pair[0] + pair[1])
-            packed.append([bfloat16_pairs(*pair)])
-            if self.terms.queries == 2:
-                first = [rounded(x) for x in pair]
-                rest = [x - y for x, y in zip(pair, first, strict=True)]
-                packed[half] = [bfloat16_pairs(*first), bfloat16_pairs(*rest)]
+            packed.append(pair_terms(pair, self.terms.queries))
         to = b.add(self.target, b.mul(t, I64(weight_row(self.terms) // 2)))
         for half, terms in enumerate(packed):
             for term, vector in enumerate(terms):

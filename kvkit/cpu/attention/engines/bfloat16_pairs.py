@@ -30,7 +30,7 @@ def load(params_address, block_address, tile_address):
     params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
     keys, values = params.keys, params.values
     if block.values_in_keys:
-        find_next_rows(params, block, tile.head)
+        find_next_rows(params, block, params.keys, tile.head, block.value_addresses)
     if block.values_in_keys and keys.bytes == 2 * keys.padded_dim and values.dim == values.padded_dim:
         rows, _ = rows_of_head(keys, block, tile.head)
         attention.addresses(rows, keys.row, block.key_row_ids, block.count + 1, block.key_addresses)

@@ -54,13 +54,12 @@ def row_at(params, block, side, position):
 
 
 @helper
-def find_next_rows(params, block, head):
-    """Write the addresses of the next block's rows, which are prefetched because latent rows are long."""
-    rows, _ = rows_of_head(params.keys, block, head)
+def find_next_rows(params, block, side, head, addresses):
+    """Write the addresses of the next block's keys, or values, which steps of this one prefetch."""
+    rows, _ = rows_of_head(side, block, head)
     for i in range(block.size):
         position = min(block.begin + block.size + i, block.end - 1)
-        row = row_at(params, block, params.keys, position) * params.keys.row
-        put(block.value_addresses + 8 * i, rows + row)
+        put(addresses + 8 * i, rows + row_at(params, block, side, position) * side.row)
 
 
 @helper

@@ -79,18 +79,24 @@ def finish(in_memory):
     return step_code(finish, ("finish", in_memory))
 
 
-def load_code(load, *key):
-    """Compile the load of a block by load(params, block, tile); list the next latent rows, to prefetch."""
+def load_code(load, *key, both=False):
+    """Compile the load of a block by load(params, block, tile); list rows of the next block, to prefetch.
+
+    Latent rows are long; of others `both` keys and values are listed, or none.
+    """
     load = helper(load)
 
     def load_block(params_address, block_address, tile_address):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
         block.scored = 0
         load(params, block, tile)
-        if block.values_in_keys:  # latent rows are long
-            find_next_rows(params, block, tile.head)
+        if both or block.values_in_keys:
+            find_next_rows(params, block, params.keys, tile.head, block.value_addresses)
+        if both and not block.values_in_keys:
+            list_at = block.value_addresses + 8 * block.size
+            find_next_rows(params, block, params.values, tile.head, list_at)
 
-    return step_code(load_block, ("load", *key))
+    return step_code(load_block, ("load", *key, both))
 
 
 @functools.cache
@@ -136,7 +142,7 @@ def load_halves():
             attention.addresses(rows, values.row, block.value_row_ids, block.count, addresses)
         transpose(addresses, block.count, whole(block.count), values.padded_dim, block.wide_values)
 
-    return load_code(load_halves, "halves")
+    return load_code(load_halves, "halves", both=True)
 
 
 @functools.cache
@@ -212,15 +218,11 @@ def load_keys(params, block, tile, as_is):
 
 
 @helper
-def rows_of_step(block):
-    """Return how many rows of the next block a tile prefetches for every step of tokens: its share."""
-    return -(-tile_products.STEP // block.tiles) if block.values_in_keys else 0
-
-
-@helper
-def rows_ahead(block, tile):
-    """Return the address of the first of a tile's rows to prefetch."""
-    return block.value_addresses + 8 * tile.index * (block.size // block.tiles)
+def rows_ahead(block, tile, both):
+    """Return the list of a tile's share of the next block's rows, and how many belong to a step of tokens."""
+    of_token = 1 if block.values_in_keys else 2 * both
+    at = block.value_addresses + 8 * tile.index * (of_token * block.size // block.tiles)
+    return at, -(-of_token * tile_products.STEP // block.tiles)
 
 
 @helper
@@ -232,15 +234,16 @@ def scaled_in_softmax(params, tile):
 @functools.cache
 def scores(in_memory, terms):
     """Compile S = K Q^T, times the scale unless the softmax or `add_biases` multiplies with it."""
-    multiply = tile_products.scores(in_memory, terms)
+    multiply, both = tile_products.scores(in_memory, terms), terms == tile_products.FLOAT16
 
     def scores(params_address, block_address, tile_address):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
         if not (tile.index and block.scored == tile.index):
+            ahead, each = rows_ahead(block, tile, both)
             multiply(
                 queries=tile.engine_queries, groups=block.key_addresses,
                 key_term=term_bytes(block, params.keys), count=tile.count, dim=params.keys.padded_dim,
-                target=tile.scores, ahead=rows_ahead(block, tile), each=rows_of_step(block),
+                target=tile.scores, ahead=ahead, each=each,
             )  # fmt: skip
         block.unscaled = params.add_biases and only_adds_mask(params)
         if not (block.unscaled or scaled_in_softmax(params, tile)):
@@ -258,6 +261,7 @@ def sums(in_memory, terms):
     """
     multiply, weigh = tile_products.sums(in_memory, terms), tile_products.weights(terms)
     weigh_and_score = tile_products.weights_and_scores(in_memory, terms)
+    both = terms == tile_products.FLOAT16
 
     def sums(params_address, block_address, tile_address):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
@@ -269,11 +273,12 @@ def sums(in_memory, terms):
         tile_products.grow_maximum(tile.scores, tile.count, tile.m, tile.l, tile.o, dim, scale)
         if next_sees_all(block, tile):
             after = tile_at(tile_address + TILE_BYTES)
+            ahead, each = rows_ahead(block, after, both)
             weigh_and_score(
                 scores=tile.scores, count=tile.count, m_at=tile.m, l_at=tile.l, scale=scale, target=p,
                 queries=after.engine_queries, groups=block.key_addresses,
                 key_term=term_bytes(block, params.keys), dim=params.keys.padded_dim,
-                ahead=rows_ahead(block, after), each=rows_of_step(block),
+                ahead=ahead, each=each,
             )  # fmt: skip
             block.scored = after.index
         else:
