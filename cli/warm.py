@@ -146,18 +146,15 @@ def task_waves(what: str, kinds: Sequence[tuple[str, CacheKind]]) -> list[Wave]:
 def compile_waves(waves: list[Wave], quiet: bool = False) -> None:
     """Run all tasks in one process for each CPU. All processes end when this returns or raises."""
     with contextlib.ExitStack() as started, show.steps("compiling", sum(map(len, waves)), quiet) as done:
-        processes = [start_process(started) for _ in range(min(os.cpu_count() or 1, len(waves[0])))]
+        command = [sys.executable, "-P", "-m", "kvkit_cli.warming"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        processes: list[Process] = []
+        for _ in range(min(os.cpu_count() or 1, len(waves[0]))):
+            process = subprocess.Popen(command, env=os.environ | {"KVKIT_QUIET": "1"}, **pipes)
+            started.callback(end_process, process)  # when the stack unwinds
+            processes.append(process)
         for wave in waves:
             run_wave(wave, processes, done)
-
-
-def start_process(started: contextlib.ExitStack) -> Process:
-    """Start a process that compiles, and that is killed when the stack unwinds."""
-    command = [sys.executable, "-P", "-m", "kvkit_cli.warming"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, env=os.environ | {"KVKIT_QUIET": "1"}, **pipes)
-    started.callback(end_process, process)
-    return process
 
 
 def end_process(process: Process) -> None:

@@ -178,7 +178,13 @@ def returns_input_kind(operator: Method) -> Method:
     @functools.wraps(operator)
     def call(*args: Any, **keywords: Any) -> Any:
         if call_log.level:
-            log_call(operator, args, keywords)
+            try:
+                given = inspect.signature(operator).bind(*args, **keywords).arguments
+            except TypeError:  # the call refuses what does not fit the signature
+                pass
+            else:
+                path = call_log.operator_path(operator)
+                call_log.log_operator(path, given, lambda name, value: as_numpy(value, name))
         if len(args) <= first or type(args[first]) is np.ndarray or not hasattr(args[first], "__dlpack__"):
             try:
                 return operator(*args, **keywords)
@@ -191,15 +197,6 @@ def returns_input_kind(operator: Method) -> Method:
         return call_with_numpy(operator, first, args, keywords)
 
     return cast(Method, call)
-
-
-def log_call(operator: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    """Log a call of an operator, unless its arguments do not fit the signature; the call refuses those."""
-    try:
-        given = inspect.signature(operator).bind(*args, **keywords).arguments
-    except TypeError:
-        return
-    call_log.log_operator(call_log.operator_path(operator), given, lambda name, value: as_numpy(value, name))
 
 
 def holds_foreign(argument: object) -> bool:

@@ -336,19 +336,13 @@ def yarn(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
     low, high = max(ends[0], 0), min(ends[1], dim - 1)
     high += 0.001 if low == high else 0
     ramp = np.clip((np.arange(dim // 2) - low) / (high - low), 0, 1)
-    return inverse / factor * ramp + inverse * (1 - ramp), yarn_factor(numbers, factor)
-
-
-def yarn_factor(numbers: Mapping[str, Any], factor: float) -> float:
-    """Return the factor that YaRN multiplies queries and keys with."""
-
-    def temperature(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
-
+    scaled = inverse / factor * ramp + inverse * (1 - ramp)
     if numbers.get("attention_factor") is not None:
-        return finite_number("attention_factor", numbers["attention_factor"])
+        return scaled, finite_number("attention_factor", numbers["attention_factor"])
     mscale, all_dims = (finite_number(name, numbers.get(name) or 0) for name in ("mscale", "mscale_all_dim"))
-    return temperature(mscale) / temperature(all_dims) if mscale and all_dims else temperature(1)
+    mscale, all_dims = (mscale, all_dims) if mscale and all_dims else (1, 0)
+    log_factor = math.log(factor) if factor > 1 else 0.0
+    return scaled, (0.1 * mscale * log_factor + 1) / (0.1 * all_dims * log_factor + 1)
 
 
 def longrope(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:

@@ -15,7 +15,7 @@ from kvkit.errors import KvkitError, brief, exchanged
 from kvkit.interop import holds_foreign
 from kvkit.operators import OPERATORS
 from kvkit.operators.operator import IN_PYTHON
-from kvkit.runtime.call_log import operator_path
+from kvkit.runtime.call_log import operator_of, operator_path
 from kvkit.typed import Method
 
 DEFAULT = ["b", "n", "h", "c"]  # the layout whose axes docstrings name
@@ -58,8 +58,11 @@ def hint(
     if name in IN_PYTHON:
         return ""
     if wanted := re.fullmatch(rf"{re.escape(name)}: expected (\d) axes, got shape [(][0-9, ]*[)]", text):
-        orders = documented_axes(function, name, int(wanted[1]))
-        return f"; it is {' or '.join(orders)}" if orders else ""
+        operator = OPERATORS.get(operator_of(operator_path(function)))
+        shapes = [each.shapes for each in operator.inputs if each.name == name] if operator else []
+        orders = [shape.partition(")")[0].rpartition("(")[2] for shape in itertools.chain(*shapes)]
+        legal = [f"[{order}]" for order in orders if len(order.split(", ")) == int(wanted[1])]
+        return f"; it is {' or '.join(legal)}" if legal else ""
     if name not in axes:
         axes = {each: names for each, names in axes.items() if names[0] not in FIRST_AXES}
     for names, i, j in exchanges(axes, name):
@@ -75,21 +78,6 @@ def hint(
     return ""
 
 
-def documented_axes(function: Callable[..., Any], name: str, count: int) -> list[str]:
-    """Return the orders of so many axes that an operator's docstring tells of an argument."""
-    operator = OPERATORS.get(operator_of(function))
-    shapes = (
-        [shape for each in operator.inputs if each.name == name for shape in each.shapes] if operator else []
-    )
-    orders = [shape.partition(")")[0].rpartition("(")[2] for shape in shapes]
-    return [f"[{order}]" for order in orders if len(order.split(", ")) == count]
-
-
-def operator_of(function: Callable[..., Any]) -> str:
-    """Return the path of an operator, which may be that of a plan's method."""
-    return re.sub(r"\w*Plan\.", "", operator_path(function))
-
-
 def exchanges(axes: Axes, named: str) -> Iterator[tuple[list[str], int, int]]:
     """Yield arrays and two of their axes to exchange: the array named, any other, all of new tokens."""
     alone = [[each] for each in sorted(axes, key=lambda each: each != named)]
@@ -103,7 +91,7 @@ def exchanges(axes: Axes, named: str) -> Iterator[tuple[list[str], int, int]]:
 
 def axes_of(function: Callable[..., Any], values: Mapping[str, Any]) -> Axes:
     """Return the names of axes of the arrays given, those with two or more that the docstring tells."""
-    operator = OPERATORS.get(operator_of(function))
+    operator = OPERATORS.get(operator_of(operator_path(function)))
     layout = str(values.get("layout")).split()
     chosen = {value for value in values.values() if isinstance(value, str)}
     chosen.add(brief(values.get("cache_layout")))

@@ -157,9 +157,9 @@ class PreparedCall:
     call needs the full checks. A cache has `room` rows, and `step` has the version and the rows of its step.
 
     `attention` is a launch that follows a `Refit`. It was prepared for the `first` one, by default for the
-    version of `step`, and for index tensors
-    `steps`, whose last `growing` contexts have one length. `begin_at` makes the params read from another row,
-    and `load_query` writes a query to where the launch reads it.
+    version of `step`, and for index tensors `steps`, whose last `growing` contexts have one length.
+    `begin_at` makes the params read from another row, and `load_query` writes a query to where the launch
+    reads it.
     """
 
     __slots__ = (
@@ -245,14 +245,16 @@ class PreparedCall:
         If attention needs another launch for `refit`, nothing runs and the result is False.
         """
         with cpu.launches.running:
-            BUSY[0] = 1
-            if refit is not None and not self._fits(refit):
-                return False
-            for params, at, i, offset in self._addresses:
-                params[at] = places[i] + offset
-            for launch in self._launches:
-                launch.run()
-            BUSY[0] = 0
+            try:
+                BUSY[0] = 1
+                if refit is not None and not self._fits(refit):
+                    return False
+                for params, at, i, offset in self._addresses:
+                    params[at] = places[i] + offset
+                for launch in self._launches:
+                    launch.run()
+            finally:
+                BUSY[0] = 0
         return True
 
     @property

@@ -52,10 +52,12 @@ def cache_layer(
         heads_adjoin=key.head == stored_bytes, sides=(key, value),
     )  # fmt: skip
     named = stored.name in STORED  # by `quant_format`
-    if named and has_own_scales(stored, heads, scale):
-        return layer if scale is None else with_own_scales(layer, scale)
-    if not quant_bit and not named:
+    if named and stored.block and scale is not None:
+        raise argument_error("scale", f"None, because blocks of {stored} contain scales", describe(scale))
+    if scale is None if named else not quant_bit:
         return layer
+    if named and isinstance(scale, np.ndarray) and scale.shape in ((2,), (2, heads)):  # the caller's
+        return with_own_scales(layer, scale)
 
     group = integer("quant_group", arguments.quant_group, 1)
     if dim % group:
@@ -89,13 +91,6 @@ def layer_sides(array: Array, layout: Layout, layer: int) -> tuple[Side, Side]:
     sequence = strides[at["b"]] if "b" in at else 0
     key = Side(address(array) + layer * strides[at["l"]], sequence, strides[at["n"]], strides[at["h"]])
     return key, key._replace(address=key.address + strides[at["kv"]])
-
-
-def has_own_scales(stored: Element, heads: int, scale: Array | None) -> bool:
-    """Return whether an append computes no scales: blocks have them, the caller has, or there are none."""
-    if stored.block and scale is not None:
-        raise argument_error("scale", f"None, because blocks of {stored} contain scales", describe(scale))
-    return scale is None or (isinstance(scale, np.ndarray) and scale.shape in ((2,), (2, heads)))
 
 
 def with_own_scales(layer: Context, scale: Array) -> Context:

@@ -1,11 +1,9 @@
 """The compiled pass over positions of packed sequences, which returns the first broken rule as numbers."""
 
-import functools
-
 import numpy as np
 from numba import types
 
-from kvkit.runtime.jit import INDEX, Code, Integers, address, callback
+from kvkit.runtime.jit import INDEX, Integers, address, compiled
 from kvkit.typed import Array
 
 INT64_MAX = np.iinfo(np.int64).max
@@ -16,10 +14,11 @@ FINE, STARTS, FIRST, LAST, HINT = range(5)
 def scan_positions(starts: Array, first: Array, longest: int) -> list[int]:
     """Return (rule, sequence, its length) for the first rule that sequences break, or (FINE, 0, 0)."""
     found = np.empty(3, np.int64)
-    positions_code().ctypes(address(found), address(starts), address(first), len(first), longest)
+    positions.code.ctypes(address(found), address(starts), address(first), len(first), longest)
     return found.tolist()
 
 
+@compiled(types.void(*[INDEX] * 3, types.int64, types.int64))
 def positions(found: Integers, starts: Integers, first: Integers, batch: int, longest: int) -> None:
     """Write the result of `scan_positions`."""
     found[0], found[1], found[2] = FINE, 0, 0
@@ -37,9 +36,3 @@ def positions(found: Integers, starts: Integers, first: Integers, batch: int, lo
         if rule != FINE:
             found[0], found[1], found[2] = rule, b, length
             return
-
-
-@functools.cache
-def positions_code() -> Code:
-    """Return the machine code of `positions`."""
-    return callback(positions, types.void(*[INDEX] * 3, types.int64, types.int64))

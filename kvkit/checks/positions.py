@@ -67,7 +67,16 @@ def checked_rotation(
     rotated = integer("rotary_dim", arguments.rotary_dim, 0, dim) or dim
     if rotated % 2:
         raise argument_error("rotary_dim", "an even number of elements, which rotate in pairs", rotated)
-    scaling, bypass_key = rotary_scaling(arguments), flag("bypass_key", arguments.bypass_key)
+    theta, scaling_type = positive_number("theta", arguments.theta), arguments.scaling_type
+    factor = positive_number("scaling_factor", arguments.scaling_factor)
+    longest = min(integer("max_position_embeddings", arguments.max_position_embeddings, 1), INT64_MAX)
+    if not isinstance(scaling_type, str) or scaling_type not in ("", "linear", "dynamic"):
+        raise argument_error("scaling_type", "'', 'linear' or 'dynamic'", describe(scaling_type))
+    if scaling_type == "dynamic":
+        scaling = RotaryScaling(theta, longest=longest, factor=factor)
+    else:
+        scaling = RotaryScaling(theta, divisor=factor if scaling_type == "linear" else 1.0)
+    bypass_key = flag("bypass_key", arguments.bypass_key)
     cos, sin = arguments.cos, arguments.sin
     tables = angle_tables(cos, sin, rotated, starts, first)
     if arguments.interleaved is None:
@@ -155,18 +164,6 @@ def queries_and_keys(query: Array, key: Array, ndim: int) -> Element:
     for name, array in (("query", query), ("key", key)):
         check_not_empty(name, array)
     return fmt
-
-
-def rotary_scaling(arguments: RotaryArguments) -> RotaryScaling:
-    """Check theta and its scaling."""
-    theta, scaling_type = positive_number("theta", arguments.theta), arguments.scaling_type
-    factor = positive_number("scaling_factor", arguments.scaling_factor)
-    longest = min(integer("max_position_embeddings", arguments.max_position_embeddings, 1), INT64_MAX)
-    if not isinstance(scaling_type, str) or scaling_type not in ("", "linear", "dynamic"):
-        raise argument_error("scaling_type", "'', 'linear' or 'dynamic'", describe(scaling_type))
-    if scaling_type == "dynamic":
-        return RotaryScaling(theta, longest=longest, factor=factor)
-    return RotaryScaling(theta, divisor=factor if scaling_type == "linear" else 1.0)
 
 
 # Indices

@@ -1,7 +1,5 @@
 """Check the index tensors of a step in one compiled pass, which returns the first broken rule as numbers."""
 
-import functools
-
 import numpy as np
 from numba import types
 
@@ -10,7 +8,7 @@ from kvkit.checks.sorting import ascending
 from kvkit.errors import KvkitError, argument_error
 from kvkit.formulas.index import filled_rows, overlapping_run, page_of, rows_inside
 from kvkit.runtime.arrays import addresses_of
-from kvkit.runtime.jit import INDEX, Code, Integers, callback, helper
+from kvkit.runtime.jit import INDEX, Integers, compiled, helper
 
 # The verdict of a pass: a rule, and three numbers for the message.
 FINE = 0  # rows in use, or runs of stored rows if no table is read; 0; 0
@@ -23,6 +21,7 @@ STORED_TWICE = 6  # sequence, another sequence, a row that both store
 STORED_AND_LOADED = 7  # sequence that stores, sequence that has a past token there, the row
 INT64_MAX = np.iinfo(np.int64).max
 VERDICT, WORKSPACE = 4, 5  # numbers in a verdict; numbers of workspace for each stored run
+STARTS_AND_LIMITS = [INDEX] * 3 + [types.int64] * 5  # the arguments of `check_lengths`
 
 
 def scan_step(step: StepIndex, rows: int) -> list[int]:
@@ -33,7 +32,7 @@ def scan_step(step: StepIndex, rows: int) -> list[int]:
     at, table_at, *starts = addresses_of((numbers, table, step.seqstarts, step.kvstarts, step.start_pos))
     begin, size = at + 8 * VERDICT, 8 * max(runs, 1)
     workspace = range(begin, begin + WORKSPACE * size, size)  # an address for each array
-    scan_code().ctypes(at, *starts, *sizes, table_at, rows, *workspace)
+    scan_rows.code.ctypes(at, *starts, *sizes, table_at, rows, *workspace)
     verdict: list[int] = numbers[:VERDICT].tolist()
     return verdict
 
@@ -43,7 +42,7 @@ def scan_lengths(step: StepIndex) -> list[int]:
     verdict = np.empty(VERDICT, np.int64)
     arrays = verdict, step.seqstarts, step.kvstarts, step.start_pos
     sizes = *step.table.shape, step.page_size, *step.limits  # the last arguments of `check_lengths`
-    lengths_code().ctypes(*addresses_of(arrays), *sizes)
+    scan_starts.code.ctypes(*addresses_of(arrays), *sizes)
     return verdict.tolist()
 
 
@@ -122,6 +121,7 @@ def check_lengths(
     return FINE, stored_runs, 0, 0
 
 
+@compiled(types.void(INDEX, *STARTS_AND_LIMITS))
 def scan_starts(
     verdict: Integers, seqstarts: Integers, kvstarts: Integers, start_pos: Integers, batch: int, columns: int,
     page_size: int, max_seqlen: int, max_kvlen: int,
@@ -132,6 +132,7 @@ def scan_starts(
     ))  # fmt: skip
 
 
+@compiled(types.void(INDEX, *STARTS_AND_LIMITS, INDEX, types.int64, *[INDEX] * WORKSPACE))
 def scan_rows(
     verdict: Integers, seqstarts: Integers, kvstarts: Integers, start_pos: Integers, batch: int, columns: int,
     page_size: int, max_seqlen: int, max_kvlen: int, table: Integers, rows: int, begins: Integers, ends:
@@ -212,19 +213,3 @@ def find_conflict(
             if run >= 0:
                 return STORED_AND_LOADED, owners[run], b, max(begins[run], first)
     return FINE, 0, 0, 0
-
-
-STARTS_AND_LIMITS = [INDEX] * 3 + [types.int64] * 5  # the arguments of `check_lengths`
-
-
-@functools.cache
-def scan_code() -> Code:
-    """Return the machine code of `scan_rows`."""
-    signature = types.void(INDEX, *STARTS_AND_LIMITS, INDEX, types.int64, *[INDEX] * WORKSPACE)
-    return callback(scan_rows, signature)
-
-
-@functools.cache
-def lengths_code() -> Code:
-    """Return the machine code of `scan_starts`."""
-    return callback(scan_starts, types.void(INDEX, *STARTS_AND_LIMITS))

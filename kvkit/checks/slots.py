@@ -8,8 +8,6 @@ of tokens 0 to 3 are two pieces:
     token 0, head 0, slot 7, count 2, mean 0
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,7 @@ from numba import types
 from kvkit.checks.sorting import ascending
 from kvkit.errors import KvkitError, argument_error
 from kvkit.operators.compression import CompressType
-from kvkit.runtime.jit import INDEX, Code, Integers, address, callback, helper
+from kvkit.runtime.jit import INDEX, Integers, address, compiled, helper
 from kvkit.typed import Array
 
 # The verdict of a pass is a rule and three numbers. An entry is an index into slot_mapping.
@@ -30,13 +28,14 @@ OFFSET = 4  # entry, its offset, 0
 RANGE = 5  # entry, its offset, its window
 FIELDS = TOKEN, HEAD, SLOT, COUNT, MEAN = range(5)
 PIECE, VERDICT = len(FIELDS), 4  # numbers of a piece; numbers of a verdict
+INT = types.int64
 KVHEAD, KVHEAD_ROPE = int(CompressType.KVHEAD), int(CompressType.KVHEAD_ROPE)
 
 
 def pieces_of_tokens(slots: Array, capacity: int) -> Array:
     """Return the pieces, by ascending slot, of tokens that have a slot each; raise if slots are wrong."""
     pieces, verdict = np.empty((len(slots), PIECE), np.int64), np.empty(VERDICT, np.int64)
-    pass_code(plain_pass).ctypes(address(verdict), address(slots), len(slots), capacity, address(pieces))
+    plain_pass.code.ctypes(address(verdict), address(slots), len(slots), capacity, address(pieces))
     rule, made, _, ascends = verdict.tolist()
     if rule:
         raise slot_error(verdict, capacity)
@@ -45,18 +44,13 @@ def pieces_of_tokens(slots: Array, capacity: int) -> Array:
         return pieces
     in_order: Array = pieces[np.argsort(pieces[:, SLOT])]
     if (in_order[1:, SLOT] < in_order[:-1, SLOT] + in_order[:-1, COUNT]).any():
-        raise stored_twice(pieces)
+        order = np.argsort(pieces[:, SLOT], kind="stable")
+        ends = pieces[order, SLOT] + pieces[order, COUNT]
+        pair = order[(pieces[order[1:], SLOT] < ends[:-1]).argmax() :][:2]
+        slot = pieces[pair[1], SLOT]
+        tokens = sorted((pieces[pair, TOKEN] + slot - pieces[pair, SLOT]).tolist())
+        raise slot_error(np.array([TWICE, *tokens, slot]), 0)
     return in_order
-
-
-def stored_twice(pieces: Array) -> KvkitError:
-    """Return the error for the first slot that two pieces share."""
-    order = np.argsort(pieces[:, SLOT], kind="stable")
-    ends = pieces[order, SLOT] + pieces[order, COUNT]
-    pair = order[(pieces[order[1:], SLOT] < ends[:-1]).argmax() :][:2]
-    slot = pieces[pair[1], SLOT]
-    tokens = sorted((pieces[pair, TOKEN] + slot - pieces[pair, SLOT]).tolist())
-    return slot_error(np.array([TWICE, *tokens, slot]), 0)
 
 
 def compressed_pieces(
@@ -67,7 +61,7 @@ def compressed_pieces(
     runs = len(slots)
     pieces, verdict = np.empty((3 * runs, PIECE), np.int64), np.empty(VERDICT, np.int64)
     written, workspace = np.empty((runs, PIECE), np.int64), np.empty(2 * runs, np.int64)
-    pass_code(compressed_pass).ctypes(
+    compressed_pass.code.ctypes(
         address(verdict), mode, copies_empty, address(slots), runs, address(wins), address(offsets),
         address(starts), heads, capacity, address(pieces), address(written), address(workspace),
     )  # fmt: skip
@@ -101,13 +95,14 @@ def table_pieces(
     """Return the pieces of contexts in blocks; tokens whose block does not exist have none."""
     pieces = np.empty((int((-(-lengths // block_size)).sum()), PIECE), np.int64)
     made = np.empty(1, np.int64)
-    pass_code(table_pass).ctypes(
+    table_pass.code.ctypes(
         address(made), address(blocks), *blocks.shape, address(lengths), address(first_columns),
         block_size, block_count, address(pieces),
     )  # fmt: skip
     return pieces[: made[0]]
 
 
+@compiled(types.void(INDEX, INDEX, INT, INT, INDEX))
 def plain_pass(verdict: Integers, slots: Integers, tokens: int, capacity: int, pieces: Integers) -> None:
     """Write the pieces of tokens that have a slot each, and the verdict. A slot below 0 stores nothing."""
     made, count, ascends = 0, 0, True  # `count` is the length of the last piece
@@ -129,6 +124,7 @@ def plain_pass(verdict: Integers, slots: Integers, tokens: int, capacity: int, p
     put_verdict(verdict, FINE, made, 0, ascends)
 
 
+@compiled(types.void(INDEX, INT, INT, INDEX, INT, INDEX, INDEX, INDEX, INT, INT, INDEX, INDEX, INDEX))
 def compressed_pass(
     verdict: Integers, mode: int, copies_empty: int, slots: Integers, entries: int, wins: Integers, offsets:
     Integers, starts: Integers, heads: int, capacity: int, pieces: Integers, written: Integers, workspace:
@@ -230,6 +226,7 @@ def slot_of(pieces: Integers, number: int) -> Any:
     return pieces[number * PIECE + SLOT]
 
 
+@compiled(types.void(INDEX, INDEX, INT, INT, INDEX, INDEX, INT, INT, INDEX))
 def table_pass(
     count_of_pieces: Integers, blocks: Integers, batch: int, columns: int, lengths: Integers, first_columns:
     Integers, block_size: int, block_count: int, pieces: Integers,
@@ -246,19 +243,3 @@ def table_pass(
             column += 1
             token += count
     count_of_pieces[0] = made
-
-
-INT = types.int64
-SIGNATURES = {
-    plain_pass: types.void(INDEX, INDEX, INT, INT, INDEX),
-    compressed_pass: types.void(
-        INDEX, INT, INT, INDEX, INT, INDEX, INDEX, INDEX, INT, INT, INDEX, INDEX, INDEX
-    ),
-    table_pass: types.void(INDEX, INDEX, INT, INT, INDEX, INDEX, INT, INT, INDEX),
-}
-
-
-@functools.cache
-def pass_code(function: Callable[..., None]) -> Code:
-    """Return the machine code of a pass."""
-    return callback(function, SIGNATURES[function])

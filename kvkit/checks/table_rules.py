@@ -5,7 +5,6 @@ write to one page, each reads tokens of the other. With KVKIT_VALIDATE=1 in the 
 that takes a table checks these rules too.
 """
 
-import functools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 from numba import types
 
 from kvkit.errors import argument_error
-from kvkit.runtime.jit import INDEX, Integers, address, callback, helper
+from kvkit.runtime.jit import INDEX, Integers, address, compiled, helper
 from kvkit.typed import Array
 
 OUTSIDE, TWICE, FOREIGN = range(3)  # the rule that a hit breaks: P1, P2 or P3
@@ -27,8 +26,10 @@ UNKNOWN = -1  # in place of the page in front: it is a placeholder, or wrong
 NONE = -2  # in place of the page in front: there is none
 POOL = 2**22  # a pass has workspace for every page of pools up to this size
 WORKSPACE = 5  # numbers of workspace for each page
+INT = types.int64
 
 
+@compiled(INT(INDEX, INT, INDEX, INT, INT, INDEX, INDEX, *[INDEX] * WORKSPACE))
 def scan_tables(
     starts: Integers, batch: int, ids: Integers, pages: int, placeholder: int, owners: Integers, hits:
     Integers, owner: Integers, column: Integers, in_front: Integers, last: Integers, last_column: Integers,
@@ -102,14 +103,6 @@ def begin_alike(
     return True
 
 
-@functools.cache
-def scan_code() -> Any:
-    """Return the machine code of `scan_tables`."""
-    integer = types.int64
-    signature = integer(INDEX, integer, INDEX, integer, integer, INDEX, INDEX, *[INDEX] * WORKSPACE)
-    return callback(scan_tables, signature).ctypes
-
-
 @dataclass(frozen=True)
 class Tables:
     """The entries of page tables that are in use, one sequence after the other, and the legal page ids.
@@ -134,7 +127,7 @@ class Tables:
             ids, pool = np.where(ids == placeholder, NO_PLACEHOLDER, -1), len(used)
             ids[legal], placeholder = ranks, NO_PLACEHOLDER
         owners, workspace = np.zeros(pool, np.int64), np.empty((WORKSPACE, pool), np.int64)
-        count = scan_code()(
+        count = scan_tables.code.ctypes(
             address(self.starts), len(self.starts) - 1, address(ids), pool, placeholder,
             address(owners), address(hits), *(address(workspace) + 8 * pool * i for i in range(WORKSPACE)),
         )  # fmt: skip
@@ -167,15 +160,13 @@ def pages_of(lengths: Array, page_size: int) -> Array:
     return -(-np.maximum(lengths, 0) // page_size)
 
 
-def tables_in_use(
-    table: Array, lengths: Array, num_blocks: int, page_size: int, placeholder: int | None = None,
-) -> Tables:  # fmt: skip
+def tables_in_use(table: Array, lengths: Array, num_blocks: int, page_size: int) -> Tables:
     """Return the `Tables` of rows [sequences, columns]: the entries that lengths need."""
     counts = np.minimum(pages_of(lengths, page_size), table.shape[1])
     starts = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=starts[1:])
     ids = table[np.arange(table.shape[1]) < counts[:, None]].astype(np.int64, copy=False)
-    return Tables(starts, ids, num_blocks, placeholder)
+    return Tables(starts, ids, num_blocks)
 
 
 def check_tables(name: str, tables: Tables, written: Array = NO_PAGES) -> None:

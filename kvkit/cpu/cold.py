@@ -1,13 +1,11 @@
 """Remove arrays from the processor's caches, so that the next read comes from memory."""
 
-import functools
-
 from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kvkit.runtime.jit import callback
+from kvkit.runtime.jit import compiled
 
 LINE = 64  # bytes of a cache line
 
@@ -28,15 +26,10 @@ def flush_line(typingctx, address):
     return types.void(types.int64), codegen
 
 
+@compiled(types.void(types.int64, types.int64))
 def flush(address, size):
     """Remove `size` bytes from all caches."""
     at = address
     while at < address + size:
         flush_line(at)
         at += LINE
-
-
-@functools.cache
-def flush_code():
-    """Compile `flush`."""
-    return callback(flush, types.void(types.int64, types.int64))

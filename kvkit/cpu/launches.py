@@ -15,7 +15,7 @@ from numba import prange, types
 from kvkit.cpu import memory
 from kvkit.runtime.arrays import DATA, MEMORY
 from kvkit.runtime.arrays import address as address
-from kvkit.runtime.jit import Code, callback
+from kvkit.runtime.jit import Code, callback, compiled
 from kvkit.runtime.locks import BUSY, OneCallLock
 from kvkit.runtime.repeats import Single
 from kvkit.typed import Array
@@ -119,16 +119,11 @@ def call_worker(code, worker, params):
     """Call the kernel at address `code` for one worker."""
 
 
+@compiled(types.void(INT, INT, INT), parallel=True)
 def call_workers(code, workers, params):
-    """Call the kernel at address `code` once for each worker."""
+    """Call the kernel at address `code` once for each worker, in parallel threads."""
     for worker in prange(workers):
         call_worker(code, np.int64(worker), params)
-
-
-@functools.cache
-def several():
-    """Compile `call_workers`, which runs workers in parallel threads."""
-    return callback(call_workers, types.void(INT, INT, INT), parallel=True).ctypes
 
 
 @functools.cache
@@ -145,6 +140,7 @@ def call_parallel(code, member, team, threads, flags):
     """Call GOMP_parallel, which calls f(team) in each of some threads; 0 are as many as the library uses."""
 
 
+@compiled(WORKER)
 def start_team(worker, team):
     """Run a kernel in the threads of another library; `team` is the address of a record of `team_of`."""
     words = memory.integers(team)
@@ -152,6 +148,7 @@ def start_team(worker, team):
     call_parallel(words[5], words[4], team, 0, 0)
 
 
+@compiled(types.void(INT))
 def join_team(team):
     """Run the kernel for workers that no other thread of a team has begun, until none is left."""
     words = memory.integers(team)
@@ -161,15 +158,9 @@ def join_team(team):
         worker = memory.count_up(team + 24)
 
 
-@functools.cache
-def team_code() -> tuple[Code, Code]:
-    """Compile `start_team` and `join_team`."""
-    return callback(start_team, WORKER), callback(join_team, types.void(INT))
-
-
 def team_of(code: Code, workers: int, params: int) -> Array:
     """Return (kernel, params, workers, how many have begun, code of a thread, GOMP_parallel), in int64."""
-    return np.array([code.address, params, workers, 0, team_code()[1].address, parallel], np.int64)
+    return np.array([code.address, params, workers, 0, join_team.code.address, parallel], np.int64)
 
 
 def run_workers(code, workers, params):
@@ -177,9 +168,9 @@ def run_workers(code, workers, params):
     if workers == 1:
         code.ctypes(0, params)
     elif parallel:
-        team_code()[0].ctypes(0, address(team_of(code, workers, params)))
+        start_team.code.ctypes(0, address(team_of(code, workers, params)))
     else:
-        several()(code.address, workers, params)
+        call_workers.code.ctypes(code.address, workers, params)
 
 
 def run_in_workspace(code, most, params, at, grants, counters):
@@ -198,7 +189,9 @@ def run_in_workspace(code, most, params, at, grants, counters):
 def start(*launches):
     """Run launches in order."""
     with running:
-        BUSY[0] = 1
-        for launch in launches:
-            launch.run()
-        BUSY[0] = 0
+        try:
+            BUSY[0] = 1
+            for launch in launches:
+                launch.run()
+        finally:
+            BUSY[0] = 0

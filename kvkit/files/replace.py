@@ -32,7 +32,13 @@ def replacing(path: FilePath) -> Iterator[BinaryIO]:
         os.fsync(file.fileno())
         if not AVAILABLE:
             file.close()  # an open file keeps its name on Windows
-        take_place(temporary, target)  # still locked, so that no other process removes it
+        try:
+            os.replace(temporary, target)  # still locked, so that no other process removes it
+        except PermissionError as error:
+            if os.name == "nt":
+                why = "Windows replaces no file that is open or mapped: write to another name"
+                raise PermissionError(error.errno, why, str(target)) from error
+            raise
     if os.name == "posix":  # makes the new name durable, too
         folder = os.open(target.parent, os.O_RDONLY)
         try:
@@ -67,17 +73,6 @@ def remove_leftovers(folder: Path) -> None:
                 with contextlib.suppress(OSError), open(entry.path, "rb", opener=open_no_link) as file:
                     if os.fstat(file.fileno()).st_uid == os.geteuid() and lock(file):
                         os.unlink(entry.path)
-
-
-def take_place(temporary: Path, target: Path) -> None:
-    """Rename a new file over the old one."""
-    try:
-        os.replace(temporary, target)
-    except PermissionError as error:
-        if os.name == "nt":
-            why = "Windows replaces no file that is open or mapped: write to another name"
-            raise PermissionError(error.errno, why, str(target)) from error
-        raise
 
 
 def open_no_link(path: str, flags: int) -> int:

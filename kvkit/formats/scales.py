@@ -341,26 +341,14 @@ def codes_by_upper_half(element: Element) -> Array:
     """
     x = (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)
     if element.bits < 8:
-        return codes_by_ties(x, element).astype(np.uint8)
+        magnitudes = element.table[: len(element.table) // 2]  # codes of negative numbers follow
+        ties = (magnitudes[1:] + magnitudes[:-1]) / 2
+        below, above = (np.searchsorted(ties, np.abs(x), side) for side in ("left", "right"))
+        codes = np.where(below % 2, above, below)  # at a tie they differ: the even one
+        return np.asarray(codes + np.signbit(x) * len(magnitudes), np.uint8)
     low, high = map(np.float32, element.limits)
     codes = np.clip(x, low, high).astype(element.dtype).view(np.uint8)
     return np.where(np.isnan(x), np.signbit(x) * np.uint8(128) + np.uint8(127), codes)
-
-
-def codes_by_ties(x: Array, element: Element) -> Array:
-    """Return the codes of float elements nearest to each x, ties to the even code."""
-    magnitudes = element.table[: len(element.table) // 2]  # codes of negative numbers follow, in this order
-    ties = (magnitudes[1:] + magnitudes[:-1]) / 2
-    below, above = (np.searchsorted(ties, np.abs(x), side) for side in ("left", "right"))  # differ at ties
-    even: Array = np.where(below % 2, above, below) + np.signbit(x) * len(magnitudes)
-    return even
-
-
-def round_to_floats(x: Array, element: Element) -> Array:
-    """Round to the nearest codes of a float element, ties to the even code. Larger numbers saturate."""
-    bits = np.ascontiguousarray(x).view(np.uint32)
-    codes: Array = codes_by_upper_half(element)[bits >> 16 | (bits & 0xFFFF != 0)]
-    return codes
 
 
 def half_away(ratio: Array) -> Array:
@@ -377,7 +365,9 @@ def round_codes(ratio: Array, format: Format) -> Array:
     if rounding in ("lower", "upper"):
         return nearest_codes(ratio, code.table, rounding == "upper").astype(np.uint8)
     if code.significant:
-        return round_to_floats(ratio, code).astype(np.uint8)
+        bits = np.ascontiguousarray(ratio).view(np.uint32)
+        codes: Array = codes_by_upper_half(code)[bits >> 16 | (bits & 0xFFFF != 0)]
+        return codes
     low, high = code.limits
     # Elements with a list of numbers store code - least code: q4_0 stores -8..7 as 0..15. Others store the
     # code itself, in two's complement.

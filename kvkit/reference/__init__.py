@@ -6,7 +6,6 @@ results are not rounded to the type of the inputs. Caches and scales change in p
 """
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from kvkit.reference import alibi, ascend, attention, cache, compressed, latent, paged, positions, recurrent
@@ -15,14 +14,12 @@ from kvkit.reference.compressed import compressed_attention as compressed_attent
 MODULES = alibi, ascend, attention, cache, compressed, latent, paged, positions, recurrent
 
 
-def path_of(module: ModuleType, name: str) -> str:
-    """Return the path in `kvkit` of the operator that a module defines under a name."""
-    prefix = "ascend." if module is ascend else ""
-    return prefix + name.replace("dynamic_", "dynamic_batching.")
-
-
 OPERATORS: dict[str, Callable[..., Any]] = {
-    path_of(module, name): getattr(module, name) for module in MODULES for name in module.__all__
+    ("ascend." if module is ascend else "") + name.replace("dynamic_", "dynamic_batching."): getattr(
+        module, name
+    )
+    for module in MODULES
+    for name in module.__all__
 }
 
 

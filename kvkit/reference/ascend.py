@@ -23,10 +23,16 @@ def reshape_and_cache(
         if tokens is None:
             continue
         if compress_type != UNDEFINED:
+            rows = cache.shape[1]
             runs = runs_of(tokens, compress_type, wins, seq_lens, offset_index, empty_window)
-            store_runs(runs, cache, slot_mapping)
-        elif cache_format == "NZ":
-            store_groups(tokens, cache, slot_mapping)
+            for run, slot in zip(runs, slot_mapping, strict=True):
+                for s, row in enumerate(run if slot >= 0 else (), slot):
+                    cache[s // rows, s % rows, 0, :] = row
+        elif cache_format == "NZ":  # element c of all heads is element c % n0 of group c // n0
+            (rows, n0), dim = cache.shape[2:], tokens.shape[2]
+            for t, s in enumerate(slot_mapping):
+                for c in range(tokens.shape[1] * dim if s >= 0 else 0):
+                    cache[s // rows, c // n0, s % rows, c % n0] = tokens[t, c // dim, c % dim]
         else:
             store_tokens(tokens, cache, slot_mapping)
     return key_cache, value_cache
@@ -41,16 +47,6 @@ def store_tokens(tokens: Array, cache: Array, slots: Any) -> None:
                 cache[s // rows, s % rows, h, :] = tokens[t, h, :]
 
 
-def store_groups(tokens: Array, cache: Array, slots: Any) -> None:
-    """Write tokens into an NZ cache: element c of all heads is element c % n0 of group c // n0."""
-    _, _, rows, n0 = cache.shape
-    dim = tokens.shape[2]
-    for t, s in enumerate(slots):
-        if s >= 0:
-            for c in range(tokens.shape[1] * dim):
-                cache[s // rows, c // n0, s % rows, c % n0] = tokens[t, c // dim, c % dim]
-
-
 def runs_of(tokens: Array, mode: int, wins: Any, seq_lens: Any, offsets: Any, empty_window: str) -> list[Any]:
     """Return the list of rows that a compressed mode stores for each head of each sequence."""
     runs: list[Any] = []
@@ -62,14 +58,6 @@ def runs_of(tokens: Array, mode: int, wins: Any, seq_lens: Any, offsets: Any, em
             runs.append(compress_run(tokens[first : first + n, h], mode, wins[i], offset, empty_window))
         first += n
     return runs
-
-
-def store_runs(runs: list[Any], cache: Array, slots: Any) -> None:
-    """Write each run of rows into neighbouring slots, beginning at the run's slot."""
-    rows = cache.shape[1]
-    for run, slot in zip(runs, slots, strict=True):
-        for s, row in enumerate(run if slot >= 0 else (), slot):
-            cache[s // rows, s % rows, 0, :] = row
 
 
 def compress_run(x: Array, mode: int, win: int, offset: int, empty_window: str) -> list[Array]:

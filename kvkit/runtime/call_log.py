@@ -116,6 +116,11 @@ def operator_path(operator: Callable[..., Any]) -> str:
     return path if room in (*TOP_LEVEL, operator.__name__) else f"{room}.{path}"
 
 
+def operator_of(path: str) -> str:
+    """Return the path of the operator that a path of an operator, or of a plan's method, stands for."""
+    return re.sub(r"\w*Plan\.", "", path)
+
+
 def log_operator(name: str, arguments: Mapping[str, Any], read: Callable[[str, Any], Any]) -> None:
     """Log an operator and its arguments, in the detail that KVKIT_LOG asks for.
 
@@ -131,7 +136,7 @@ def log_operator(name: str, arguments: Mapping[str, Any], read: Callable[[str, A
             lines = [f"  {key}: {describe_value(value, level >= 5)}" for key, value in given.items()]
             print("\n".join(lines), file=sys.stderr)
         if level >= 10 and not name.endswith("plan"):
-            operator = re.sub(r"\w*Plan\.", "", name)  # a plan's method is written as a call of its operator
+            operator = operator_of(name)  # a plan's method is written as a call of its operator
             write_call(operator, (plan.step.sequences.tensors(operator) if plan else {}) | given)
     except Exception as error:
         print(f"kvkit: no dump of {name}: {error}", file=sys.stderr)

@@ -97,6 +97,23 @@ def callback(
     return code
 
 
+class Kernel:
+    """A function of one signature that closes over nothing; others call its machine code."""
+
+    def __init__(self, function: Function, signature: Any, options: dict[str, Any]) -> None:
+        self.function, self.signature, self.options = function, signature, options
+
+    @functools.cached_property
+    def code(self) -> "Code":
+        """Return the machine code, which is loaded or compiled when it is first asked for."""
+        return callback(self.function, self.signature, **self.options)
+
+
+def compiled(signature: Any, **options: bool) -> Callable[[Function], Kernel]:
+    """Return a decorator that makes a kernel; `options` are those of `callback`."""
+    return functools.partial(Kernel, signature=signature, options=options)
+
+
 def compile_code(
     function: Function, signature: Any, options: dict[str, Any], control: bool = False
 ) -> "Code":
@@ -119,14 +136,14 @@ class Code:
 
     @functools.cached_property
     def ctypes(self) -> Any:
-        """Return the code as a function that Python calls through ctypes, without the GIL."""
+        """Return the code as a function that Python calls through ctypes, without the GIL.
+
+        A pointer is passed as an address.
+        """
         arguments, result = self.signature
-        return ctypes.CFUNCTYPE(*map(ctypes_type, (result, *arguments)))(self.address)
-
-
-def ctypes_type(kind: Any) -> Any:
-    """Return the ctypes type of a Numba type; a pointer is passed as an address."""
-    return ctypes.c_void_p if isinstance(kind, numba.types.CPointer) else to_ctypes(kind)
+        pointer = numba.types.CPointer
+        kinds = [ctypes.c_void_p if isinstance(x, pointer) else to_ctypes(x) for x in (result, *arguments)]
+        return ctypes.CFUNCTYPE(*kinds)(self.address)
 
 
 def full_name(function: Function) -> str:

@@ -83,7 +83,7 @@ class BuiltinDef(ctypes.Structure):
 @functools.cache
 def method() -> BuiltinDef:
     """Compile `run_again` and return its definition, which lives as long as the process."""
-    code = lazy_imports.import_module("kvkit.runtime.run_again").compiled()
+    code = lazy_imports.import_module("kvkit.runtime.run_again").run_again.code
     return BuiltinDef(b"run_again", code.address, FASTCALL_KEYWORDS, None)
 
 
@@ -292,7 +292,12 @@ def slots_of(arguments: list[tuple[str, Any]], recording: CallNotes) -> list[lis
                 return None
             slots.append(array_slot(value, address(numbers), value.nbytes))
         elif is_constant(value):
-            slots.append(constant_slot(value))
+            slot = [CONSTANT, id(value), 0, 0, -1, 0, 0, 0]
+            if type(value) is float:
+                slot[2:4] = id(float), float_word(value)
+            elif type(value) is int and abs(value) < MOST_INT:
+                slot[2:5] = id(int), *small_int(value)
+            slots.append(slot)
         else:
             return None
     found = {id(value) for _, value in arguments}
@@ -303,16 +308,6 @@ def array_slot(array: Array, numbers: int, size: int) -> list[int]:
     """Return the numbers of an array; those of a tensor are compared with `size` bytes at `numbers`."""
     kind, flags = id(np.ndarray), array.flags.num & FLAGS
     return [ARRAY, 0, kind, array.ndim, id(array.dtype), flags, numbers, size, *array.shape, *array.strides]
-
-
-def constant_slot(value: Any) -> list[int]:
-    """Return the numbers of any other argument."""
-    slot = [CONSTANT, id(value), 0, 0, -1, 0, 0, 0]
-    if type(value) is float:
-        slot[2:4] = id(float), float_word(value)
-    elif type(value) is int and abs(value) < MOST_INT:
-        slot[2:5] = id(int), *small_int(value)
-    return slot
 
 
 def is_constant(value: Any) -> bool:

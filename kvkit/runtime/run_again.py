@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from kvkit.runtime.jit import INDEX, Code, callback, helper
+from kvkit.runtime.jit import INDEX, compiled, helper
 from kvkit.runtime.repeats import CONSTANT, FLAGS, HEADER, ITEMS, NUMBER, SLOT, STATES
 
 
@@ -185,6 +185,7 @@ def workspaces_fit(state: Any) -> bool:
     return True
 
 
+@compiled(types.int64(INDEX, INDEX, types.int64, types.int64))
 def run_again(itself: Any, args: Any, nargs: int, names: int) -> int:
     """Run the remembered call whose form the arguments have, and return True; return False if none has it.
 
@@ -205,8 +206,3 @@ def run_again(itself: Any, args: Any, nargs: int, names: int) -> int:
                 break
     call(table[5], answer, 0)  # Py_IncRef
     return answer
-
-
-def compiled() -> Code:
-    """Compile `run_again`."""
-    return callback(run_again, types.int64(INDEX, INDEX, types.int64, types.int64))

@@ -49,7 +49,7 @@ def alibi_slope(on: CallTarget, *, num_heads: int, out: Array | None = None) -> 
     array([0.0625    , 0.00390625, 0.25      ], dtype=float32)
     """
     (out,) = on.check(checked_slopes, num_heads).results.arrays(out)
-    cpu.positions.alibi.compiled_slopes()(out.ctypes.data, len(out))
+    cpu.positions.alibi.slopes.code.ctypes(out.ctypes.data, len(out))
     return out
 
 

@@ -104,7 +104,11 @@ def by_patterns(
     if beside is not None and (beside[1] in contents.arrays or by_layer(contents.arrays, beside[1])):
         queries = beside[1]
     if queries is not None:
-        contents = with_queries(contents, queries)
+        own = matching(contents.arrays, queries, "queries")
+        arrays = {name: x for name, x in contents.arrays.items() if name not in own.values()}
+        for i, number in enumerate(sorted(own)):
+            arrays[f"query.{i}" if LAYER in queries else "query"] = contents.arrays[own[number]]
+        contents = replace(contents, arrays=arrays)
     if keys is values is fused is None:
         return contents
     sides = {"keys": keys, "values": values} if fused is None else {"fused": fused}
@@ -126,15 +130,6 @@ def by_patterns(
             arrays[f"{name}.{at}" if LAYER in str(pattern) else name] = contents.arrays[side[layer]]
     if (numbers := sorted(found[0])) != list(range(len(numbers))):
         arrays["layers"] = np.array(numbers)
-    return replace(contents, arrays=arrays)
-
-
-def with_queries(contents: Contents, pattern: str) -> Contents:
-    """Rename arrays of queries to "query", or to "query.0" and so on."""
-    found = matching(contents.arrays, pattern, "queries")
-    arrays = {name: x for name, x in contents.arrays.items() if name not in found.values()}
-    for i, layer in enumerate(sorted(found)):
-        arrays[f"query.{i}" if LAYER in pattern else "query"] = contents.arrays[found[layer]]
     return replace(contents, arrays=arrays)
 
 

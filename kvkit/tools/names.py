@@ -282,9 +282,9 @@ def common_pattern(names: Iterable[str]) -> str | None:
     return counts.most_common(1)[0][0] if counts else None
 
 
-def some_names(names: Collection[str], count: int = 5) -> str:
-    """Return a text with the names that most resemble a cache's, and the number of the others."""
-    likely = dict.fromkeys(name for word in LIKELY_WORDS for name in nearest(word, names, count))
-    shown = [*likely, *(name for name in names if name not in likely)][:count]
+def some_names(names: Collection[str]) -> str:
+    """Return a text with the five names that most resemble a cache's, and the number of the others."""
+    likely = dict.fromkeys(name for word in LIKELY_WORDS for name in nearest(word, names, 5))
+    shown = [*likely, *(name for name in names if name not in likely)][:5]
     more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
     return ", ".join(map(brief, shown)) + more if shown else "none"

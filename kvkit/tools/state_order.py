@@ -35,7 +35,10 @@ class StateOrder:
 
     def moved(self, contents: Contents) -> tuple[Contents, int]:
         """Return (contents with their states in the new order, bytes of the states)."""
-        kinds = {name: kind for name in contents.arrays if (kind := kind_of_array(name)) is not None}
+        kinds = {}
+        for name in contents.arrays:  # as in a dump, or in a file of llama.cpp
+            numbered = OF_LLAMA.fullmatch(name)
+            kinds[name] = (CONV, RECURRENT)[int(numbered[1])] if numbered else kind_of_state(name)
         states = {name: self.as_matrices(name, contents.arrays[name])
                   for name, kind in kinds.items() if kind == RECURRENT}  # fmt: skip
         if not states:
@@ -97,12 +100,6 @@ class StateOrder:
         of_values = (first + np.arange(values * dv).reshape(values, dv)[self.places]).ravel()
         order = np.concatenate([np.arange(first), of_values])
         return np.ascontiguousarray(rows.take(order, axes[0]).reshape(array.shape))
-
-
-def kind_of_array(name: str) -> str | None:
-    """Return the kind of a state by its name in a dump, or in a file of llama.cpp."""
-    found = OF_LLAMA.fullmatch(name)
-    return kind_of_state(name) if found is None else (CONV, RECURRENT)[int(found[1])]
 
 
 def state_order(states: Any, from_states: Any, state_heads: Any) -> StateOrder | None:

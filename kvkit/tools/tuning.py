@@ -18,7 +18,7 @@ import numpy as np
 
 from kvkit import dynamic_batching
 from kvkit.cpu import prefetching
-from kvkit.cpu.cold import flush_code
+from kvkit.cpu.cold import flush
 from kvkit.cpu.prefetching import KB, Distance, Distances
 from kvkit.runtime import arrays
 
@@ -146,10 +146,10 @@ def measure(question: Question, today: Distances, candidates: Sequence[Distances
     numba.set_num_threads(1)
     try:
         cache, step_with = decoding_step(question)
-        steps, flush = {distances: step_with(distances) for distances in (today, *candidates)}, flush_code()
+        steps = {distances: step_with(distances) for distances in (today, *candidates)}
 
         def timed(distances: Distances) -> float:
-            flush.ctypes(cache.ctypes.data, cache.nbytes)
+            flush.code.ctypes(cache.ctypes.data, cache.nbytes)
             begin = time.thread_time()
             steps[distances]()
             return time.thread_time() - begin

@@ -80,17 +80,6 @@ def code_mask(tile):
     return (2 ** BY_NAME[tile.cache_format].bits - 1) * 0x10001 if tile.coded else 0
 
 
-def within_row(tile):
-    """Return f(panels, chunk) -> `panels`, or 0 if the row ends before the chunk that many panels on."""
-    count, panel = tile.chunks, tile.panel
-    ragged = count > panel and count % panel != 0
-
-    def within(panels, chunk):
-        return panels if not ragged or panels * panel + chunk < count else 0
-
-    return device.inlined(within)
-
-
 def reader(tile):
     """Return f(begin, tokens, panels, words, i), which reads a chunk `tokens` and `panels` after a start.
 
@@ -108,13 +97,15 @@ def reader(tile):
 
 def piece_loader(tile):
     """Return f(begin, tokens, piece, words, i), which loads a piece of codes and its scales, unconverted."""
-    step, within, chunk_bytes = tile.step, within_row(tile), tile.chunk_bytes
+    step, chunk_bytes, panel, chunks = tile.step, tile.chunk_bytes, tile.panel, tile.chunks
+    ragged = chunks > panel and chunks % panel != 0
     size = tile.piece * chunk_bytes
     load, load_scales = four_of(memory.load(size, size, space=memory.SHARED)), scale_loader(tile)
     piece_step, count = tile.piece * tile.panel_step, -(-size // 4)  # in chunks; words of codes
 
     def load_piece(begin, tokens, piece, words, i):
-        piece = within(piece, begin.chunk)  # where a row may end earlier, a piece is one panel
+        # Where a row may end earlier, a piece is one panel.
+        piece = piece if not ragged or piece * panel + begin.chunk < chunks else 0
         codes = load(begin.rows + (tokens * step + piece * piece_step * chunk_bytes))
         for j in range(count):
             words[i + j] = codes[j]

@@ -22,9 +22,26 @@ def prepare(query, out, lse, context, tables, decoding, weights, rows, stream, s
     """
     steps = tables.steps
     record = params.attention_params(query, out, lse, context, steps.page_size, decoding, weights)
-    record = record._replace(**head_scale_fields(tables, weights.scales, stream))
-    record = record._replace(**slope_fields(tables, weights.slopes, stream))
-    if is_general(context, steps, weights):
+    scales, slopes = weights.scales, weights.slopes
+    if scales is not None and not params.is_shared(scales):  # by all heads
+        _, sequences, heads = scales.shape
+        (tables.on_device["scales"],) = host.tables([bits(scales)], stream)
+        at = host.address(tables.on_device["scales"])
+        record = record._replace(
+            head_scale_sequence=8 * heads * (sequences > 1), head_scale_head=8 * (heads > 1),
+            key_head_scales=at, value_head_scales=at + 4 * scales.size,
+        )  # fmt: skip
+    if slopes is not None:
+        sequences, heads = slopes.shape  # sequences, or 1
+        (tables.on_device["slopes", heads],) = host.tables([bits(slopes.reshape(-1))], stream)
+        record = record._replace(sloped=1, slopes_sequence=heads * (sequences > 1))
+    if (  # strides of pools, or scales <= 0: the plain kernel's general form
+        context.steps != (1, 1)
+        or any(context.elements)
+        or context.value_format not in (None, context.cache_format)
+        or steps.value_table is not None
+        or not (scales is None or (scales[0] > 0).all())
+    ):
         record = record._replace(**pool_fields(context, tables, stream))
     most_tokens = int(np.diff(steps.seqstarts).max(initial=0))
     most_rows, reach = most_tokens * record.group, params.reach(tables, rows)
@@ -34,37 +51,6 @@ def prepare(query, out, lse, context, tables, decoding, weights, rows, stream, s
     if sums is not None:
         launches.append(plain.prepare_weights(record, context, tables, most_tokens, sums, stream))
     return launches
-
-
-def is_general(context, steps, weights):
-    """Return whether a call needs the plain kernel in its general form: strides of pools, or scales <= 0."""
-    return (
-        context.steps != (1, 1)
-        or any(context.elements)
-        or context.value_format not in (None, context.cache_format)
-        or steps.value_table is not None
-        or not (weights.scales is None or (weights.scales[0] > 0).all())
-    )
-
-
-def head_scale_fields(tables, scales, stream):
-    """Return the fields of scales [2, sequences, heads]; copy them to the device unless heads share one."""
-    if scales is None or params.is_shared(scales):
-        return {}
-    _, sequences, heads = scales.shape
-    (tables.on_device["scales"],) = host.tables([bits(scales)], stream)
-    at = host.address(tables.on_device["scales"])
-    strides = {"head_scale_sequence": 8 * heads * (sequences > 1), "head_scale_head": 8 * (heads > 1)}
-    return strides | {"key_head_scales": at, "value_head_scales": at + 4 * scales.size}
-
-
-def slope_fields(tables, slopes, stream):
-    """Return the fields of slopes [sequences or 1, heads] of a call, and copy them to the device."""
-    if slopes is None:
-        return {}
-    sequences, heads = slopes.shape
-    (tables.on_device["slopes", heads],) = host.tables([bits(slopes.reshape(-1))], stream)
-    return {"sloped": 1, "slopes_sequence": heads * (sequences > 1)}
 
 
 def pool_fields(context, tables, stream):

@@ -46,4 +46,5 @@ def test_what_is_told_of_is_there(name):
     """Functions that were renamed would wait in silence."""
     path = name.partition(".<locals>")[0]
     module, _, function = path.rpartition(".")
-    assert callable(getattr(importlib.import_module(module), function))
+    found = getattr(importlib.import_module(module), function)
+    assert callable(getattr(found, "function", found))

@@ -19,6 +19,7 @@ from numpy.testing import assert_array_equal
 
 from kvkit.cpu import machine
 from kvkit.cpu.attention.engines import narrow as products
+from kvkit.cpu.attention.engines import plain as plain_forms
 from kvkit.cpu.attention.engines import wide
 from kvkit.cpu.simd import quarters
 from kvkit.cpu.simd.attention import WIDE
@@ -351,22 +352,23 @@ def test_nothing_leaks_between_rows_and_tokens(rows, plain, rng):
 # Wide
 
 
-def wide_scores(queries, keys, key_row, **form):
+def wide_scores(queries, keys, key_row, plain=False):
     """[token, row] of queries [dim, row] and keys [token, dim], whose rows lie `key_row` bytes apart."""
     scores, untouched = guarded((len(keys), WIDE))
     params, block = {"keys.padded_dim": len(queries)}, {"key_row": key_row, "key_ids": NOWHERE}
     tile = {"queries": queries, "keys": keys, "key_scales": NOWHERE, "count": len(keys), "scores": scores}
-    run_step(wide.scores(**form), params, block, tile)
+    run_step(plain_forms.scores(WIDE) if plain else wide.multiply_keys.code, params, block, tile)
     untouched()
     return scores
 
 
-def wide_sums(weights, values, value_row, sums, factors, **form):
+def wide_sums(weights, values, value_row, sums, factors, plain=False):
     """[dim, row] of weights [token, row] and values [token, dim], added to sums * factors."""
     result, untouched = guarded(sums.shape, sums)
     params, block = {"values.padded_dim": len(sums)}, {"value_row": value_row, "value_ids": NOWHERE}
     tile = {"scores": weights, "values": values, "value_scales": NOWHERE, "count": len(weights)}
-    run_step(wide.sums(**form), params, block, tile | {"o": result, "alpha": factors})
+    step = plain_forms.sums(WIDE) if plain else wide.add_values.code
+    run_step(step, params, block, tile | {"o": result, "alpha": factors})
     untouched()
     return result
 
@@ -462,7 +464,7 @@ SHOW = """
 import json
 from kvkit.cpu.attention.engines import narrow, wide
 codes = {"scores": narrow.scores(4, "float16"), "sums": narrow.sums(4, "float16"),
-         "wide_scores": wide.scores(), "wide_sums": wide.sums()}
+         "wide_scores": wide.multiply_keys.code, "wide_sums": wide.add_values.code}
 print(json.dumps({name: code.library.get_asm_str() for name, code in codes.items()}))
 """
 

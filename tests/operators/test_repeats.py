@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import threading
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 
 import kvkit
 from kvkit.calls import pools, prepared, steps
+from kvkit.calls.prepared import PreparedCall, Refit
 from kvkit.interop import numpy_to_tensor
 from kvkit.runtime import locks, repeats
 
@@ -448,6 +450,16 @@ def test_a_call_inside_another_is_refused(rng):
             planned(a, plan)
     locks.BUSY[0] = 0
     check(planned, a, plan)
+
+
+def test_a_call_that_ends_early_leaves_no_kernel_busy():
+    """Else no call would run again without Python until another one has run to its end."""
+    attention = SimpleNamespace(params=np.zeros(1), owners={}, reschedule=lambda: False)
+    assert not PreparedCall([attention], {}, attention=attention).run_at([], Refit(version=1))
+    assert not locks.BUSY[0]
+    with pytest.raises(ZeroDivisionError):
+        kvkit.cpu.launches.start(SimpleNamespace(run=lambda: 1 // 0))
+    assert not locks.BUSY[0]
 
 
 def forked(queue, plan, a):

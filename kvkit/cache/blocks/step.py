@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
@@ -126,9 +127,13 @@ class Step:
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self._end(kind, self.commit)
+
+    def _end(self, kind: object, commit: Callable[[], None]) -> None:
+        """End a `with` block that raised an error of a kind, or none; what is not committed is abandoned."""
         try:
             if kind is None and self.is_open:  # else it was committed or abandoned in the block
-                self.commit()
+                commit()
         finally:
             if self.is_open:
                 self.allocator._abandon_open_step()

@@ -531,11 +531,4 @@ class CompressedStep:
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if not self.index.is_open:
-            return
-        try:
-            if kind is None:
-                self.commit()
-        finally:
-            if self.index.is_open:
-                self.index.allocator._abandon_open_step()
+        self.index._end(kind, self.commit)

@@ -516,10 +516,11 @@ class RaggedLayer(Layer):
             wanted = f"lengths of heads with {len(keys)} tokens in all"
             raise argument_error("lengths", wanted, lengths.tolist())
         parts = [np.split(arrays[name], ends[:-1]) for name in ("keys", "values", "positions", "rope_shifts")]
-        now = [
-            RowPositions.restored(positions, pieces_of_shifts(shifts), length, len(positions))
-            for *_, positions, shifts in zip(*parts, strict=True)
-        ]
+        now = []
+        for *_, positions, shifts in zip(*parts, strict=True):
+            borders = [0, *(np.flatnonzero(np.diff(shifts)) + 1).tolist(), *[len(shifts)] * bool(len(shifts))]
+            pieces = [Piece(begin, end, int(shifts[begin])) for begin, end in itertools.pairwise(borders)]
+            now.append(RowPositions.restored(positions, pieces_array(pieces), length, len(positions)))
         self._fill_heads(geometry, [HeadStates(*head) for head in zip(*parts[:3], strict=True)], length)
         if any(rows.shifted for rows in now):
             plans = [Rearrangement(np.ones(len(rows.positions), bool), rows, self.rope) for rows in now]
@@ -529,9 +530,3 @@ class RaggedLayer(Layer):
 def with_spare_pages(used: int, heads: int) -> int:
     """Return a size for a pool: a sixteenth more pages than are used, and at least one for each head."""
     return used + max(used // 16, heads)
-
-
-def pieces_of_shifts(shifts: Array) -> Array:
-    """Return the pieces of rows from the shift of each row, int64 [pieces, 3]."""
-    borders = [0, *(np.flatnonzero(np.diff(shifts)) + 1).tolist(), len(shifts)] if len(shifts) else [0]
-    return pieces_array([Piece(begin, end, int(shifts[begin])) for begin, end in itertools.pairwise(borders)])

@@ -239,12 +239,7 @@ class PagedStep:
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        try:
-            if kind is None and self.index.is_open:
-                self.commit()
-        finally:
-            if self.index.is_open:
-                self.index.allocator._abandon_open_step()
+        self.index._end(kind, self.commit)
 
     def _tokens(self, current_key: Array, current_value: Array, layer_idx: int) -> Pair:
         """Check new keys and values; return the rows to store as keys and as values."""

@@ -460,7 +460,7 @@ class CodedSide:
         table = cpu.launches.address(segments)
         # A row id is plane + planes * position, and the kernel takes the table's address plus a row id.
         at = (cpu.launches.address(wide), 4 * tokens * dim, 4 * dim, 0, table, 1, planes, 0, table, 0, 0, 0)
-        code = cpu.attention.segmented.widen_code().address
+        code = cpu.attention.segmented.widen_segments.code.address
         cpu.launches.start(cpu.copy.codes.prepare_codes(code, planes, tokens, at, 1, dim, wide.size))
         return self.rotated(wide, OUTPUT).astype(self.dtype, copy=False)
 

@@ -1,18 +1,16 @@
 """Apply soft cap, ALiBi and masks to scores. Only calls with one of them compile this code."""
 
-import functools
-
 import numpy as np
 from numba import types
 
 from kvkit.cpu import memory
 from kvkit.cpu.attention.engines.load import row_run
 from kvkit.cpu.attention.online_softmax import visible_in_block
-from kvkit.cpu.attention.params import block_at, params_at, rows_computed, step_code, tile_at
+from kvkit.cpu.attention.params import STEP, block_at, params_at, rows_computed, tile_at
 from kvkit.cpu.simd import attention
 from kvkit.cpu.simd.chunks import LINE
 from kvkit.formulas import numeric
-from kvkit.runtime.jit import helper
+from kvkit.runtime.jit import compiled, helper
 
 LANES, WIDE = attention.LANES, attention.WIDE
 # `mask_kind` is 1 for float32, 2 for float16, 3 for bfloat16, and 4 for bool.
@@ -26,6 +24,7 @@ add_floats, add_halves = attention.add_mask("float32"), attention.add_mask("floa
 add_bfloat16, add_bools = attention.add_mask("bfloat16"), attention.add_mask("bool")
 
 
+@compiled(STEP, control=True)
 def add_biases(params_address, block_address, tile_address):
     """Cap the scores of a tile [tokens, rows], then add ALiBi and mask where a query sees the key."""
     params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
@@ -53,12 +52,6 @@ def add_biases(params_address, block_address, tile_address):
                 add_mask(params, at, step, mask_of_row(params, block, tile, r), low, high)
     if in_lines:
         add_lines_of_mask(params, block, tile)
-
-
-@functools.cache
-def biases_code():
-    """Compile `add_biases`."""
-    return step_code(add_biases, (), control=True)
 
 
 @helper

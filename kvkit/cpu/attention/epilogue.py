@@ -23,7 +23,7 @@ from kvkit.cpu.simd import attention, pairs
 from kvkit.cpu.simd.lanes import LANES
 from kvkit.formats.elements import BY_NAME
 from kvkit.formulas import numeric
-from kvkit.runtime.jit import callback, helper
+from kvkit.runtime.jit import callback, compiled, helper
 
 MINUS_INF = numeric.MINUS_INF
 
@@ -81,6 +81,7 @@ def finish(params, block, engine, state):
     return True
 
 
+@compiled(types.void(*[types.int64] * 4), control=True)
 def merge_splits(params_address, block_address, splits, states):
     """Write the outputs of a tile group from the states of its splits, which are added in order."""
     params, block = params_at(params_address), block_at(block_address)
@@ -134,12 +135,6 @@ def merge_wide_tile(params, block, tile, splits, state):
     for r in range(tile.live):
         m, l = get_float(tile.m + 4 * r), get_float(tile.l + 4 * r)
         write_row(params, block, tile, r, lines + 4 * r * dim, m=m, l=l, grow=l)
-
-
-@functools.cache
-def merge_code():
-    """Compile `merge_splits`."""
-    return callback(merge_splits, types.void(*[types.int64] * 4), control=True)
 
 
 @memory.machine_code

@@ -7,18 +7,16 @@ block, where m' is the maximum so far, and at the end sums P exp(m' - m) / l ove
 are added as fixed point, because the result then does not depend on their order.
 """
 
-import functools
-
 import numpy as np
 from numba import types
 
 from kvkit.cpu import memory
 from kvkit.cpu.attention.online_softmax import fold
-from kvkit.cpu.attention.params import TILE, WIDE_BLOCK, block_at, params_at, step_code, tile_at, whole_tiles
+from kvkit.cpu.attention.params import STEP, TILE, WIDE_BLOCK, block_at, params_at, tile_at, whole_tiles
 from kvkit.cpu.attention.work_items import TILES
 from kvkit.cpu.simd import attention
 from kvkit.formulas import numeric
-from kvkit.runtime.jit import helper
+from kvkit.runtime.jit import compiled, helper
 
 LANES, WIDE = attention.LANES, attention.WIDE
 UNIT = 2.0**-40  # of fixed point: 2^23 queries of a key fit int64
@@ -44,6 +42,7 @@ def record_at(params, block, tile):
     return block.weights + 2 * SUMS + MATRIX + number * bytes
 
 
+@compiled(STEP, control=True)
 def keep_weights(params_address, block_address, tile_address):
     """Keep P and m' of a tile, after the softmax of a block."""
     params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
@@ -53,6 +52,7 @@ def keep_weights(params_address, block_address, tile_address):
     attention.scale_by(tile.m, at + 4 * block.rows * block.size, max(block.rows, LANES), one)
 
 
+@compiled(STEP, control=True)
 def add_key_weights(params_address, block_address, _):
     """Add the weights of a work item's query rows to the sums of their keys."""
     params, block = params_at(params_address), block_at(block_address)
@@ -118,13 +118,6 @@ def add_sums(params, block, tile, count, shared):
             weight = get_float(block.weights + 4 * (t * WIDE + c))
             if weight > np.float32(0):
                 memory.add_at(at + 8 * (block.begin + t), np.int64(np.float64(weight) / UNIT + 0.5))
-
-
-@functools.cache
-def weights_code():
-    """Compile both steps; return their addresses by the names of their fields in the params."""
-    steps = keep_weights, add_key_weights
-    return {step.__name__: step_code(step, (), control=True).address for step in steps}
 
 
 def key_tiles(tokens):

@@ -105,9 +105,12 @@ params_at, engine_at = memory.record(ATTENTION_PARAMS), memory.record(ENGINE)
 block_at, tile_at = memory.record(BLOCK), memory.record(TILE)
 
 
-def step_code(function, key, control=False):
-    """Compile a step (addresses of params, block, tile); `key` has the values that it closes over."""
-    return callback(function, types.void(*[types.int64] * 3), key, control=control)
+STEP = types.void(*[types.int64] * 3)  # a step (addresses of params, block, tile)
+
+
+def step_code(function, key):
+    """Compile a step; `key` has the values that it closes over."""
+    return callback(function, STEP, key)
 
 
 @memory.machine_code

@@ -13,7 +13,7 @@ from kvkit.checks.records import Side
 from kvkit.checks.values import packed_strides
 from kvkit.cpu import launches, machine, prefetching
 from kvkit.cpu.attention import scheduler
-from kvkit.cpu.attention.biases import biases_code
+from kvkit.cpu.attention.biases import add_biases
 from kvkit.cpu.attention.engines import (
     bfloat16_pairs,
     narrow,
@@ -23,8 +23,8 @@ from kvkit.cpu.attention.engines import (
     wide_tiles,
 )
 from kvkit.cpu.attention.engines import integers as integer_engine
-from kvkit.cpu.attention.epilogue import merge_code, scaled_row
-from kvkit.cpu.attention.key_weights import UNIT, key_tiles, weights_bytes, weights_code
+from kvkit.cpu.attention.epilogue import merge_splits, scaled_row
+from kvkit.cpu.attention.key_weights import UNIT, add_key_weights, keep_weights, key_tiles, weights_bytes
 from kvkit.cpu.attention.params import (
     ATTENTION_PARAMS,
     BLOCK,
@@ -160,13 +160,13 @@ def launch(params, division, alive, shared, key_weights=None):
     params[FIELD["counters"]] = address(counters)
     grants = [(FIELD["workspace_at"], workspace, int(params[FIELD["workspace_bytes"]]), 0)]
     if splits:
-        params[FIELD["merge_splits"]] = merge_code().address
+        params[FIELD["merge_splits"]] = merge_splits.code.address
         split_bytes = splits * group_tiles * int(params[FIELD["tile_state_bytes"]])
         grants.append((FIELD["partials"], partials, 0, split_bytes))
     if key_weights is not None:
         grants.append((FIELD["weights_at"], kept_weights, int(params[FIELD["weights_bytes"]]), 0))
     run = functools.partial(
-        run_in_workspace, scheduler.scheduler_code("work"),
+        run_in_workspace, scheduler.work.code,
         min(items, 1) if is_alone else items, params,
         at=at, grants=grants, counters=counters,
     )  # fmt: skip
@@ -193,12 +193,12 @@ def launch(params, division, alive, shared, key_weights=None):
 
 def single_kernel(at, division, counters, grants):
     """Return what runs scheduled attention with params at `at`, in one thread or in a team's, or None."""
-    kernel, alone = scheduler.scheduler_code("work"), division[-1]
+    kernel, alone = scheduler.work.code, division[-1]
     workers = 1 if alone else min(division[1], launches.threads())
     if workers > 1 and not launches.parallel:
         return None
     team = launches.team_of(kernel, workers, at) if workers > 1 else None
-    code = kernel.address if team is None else launches.team_code()[0].address
+    code = kernel.address if team is None else launches.start_team.code.address
     places = [
         (at + 8 * field, address(space.words), workers * each + whole) for field, space, each, whole in grants
     ]
@@ -206,7 +206,7 @@ def single_kernel(at, division, counters, grants):
     words = [(at + 8 * FIELD[name], *2 * [number]) for name, number in zip(DIVISION, division, strict=False)]
     limits = (0, least_shared() - 1) if alone else (least_shared(), SMALL - 1)
     words.append((at + 8 * FIELD["products"], *limits))
-    divide = scheduler.scheduler_code("schedule").address, at
+    divide = scheduler.schedule.code.address, at
     return Single(code, at if team is None else address(team), counters, places, divide, words, team)
 
 
@@ -217,7 +217,7 @@ def schedule(params, at):
     context is split; the kinds of tiles; the tiles of a wide group; and whether one thread computes the call.
     A launch can serve another step only if its division is equal.
     """
-    scheduler.scheduler_code("schedule").ctypes(0, at)
+    scheduler.schedule.code.ctypes(0, at)
     *counts, products = params[FIELD["tile_groups"] : FIELD["products"] + 1].tolist()
     return *counts, int(params[FIELD["group_tiles"]]), products < least_shared()
 
@@ -506,7 +506,7 @@ def scoring_fields(weights, constants, sinks):
         "slopes_sequence": slopes.strides[0] if slopes is not None and len(slopes) > 1 else 0,
         "key_factors": keys_at, "value_factors": values_at,
         "factor_sequence": factor_sequence, "factor_head": factor_head,
-        "add_biases": biases_code().address if biases else 0,
+        "add_biases": add_biases.code.address if biases else 0,
         "mask": mask.address, "mask_kind": mask.kind, "mask_sequence": mask.sequence,
         "mask_head": mask.head, "mask_row": mask.row, "mask_column": mask.column, "mask_packed": mask.packed,
     }  # fmt: skip
@@ -516,7 +516,7 @@ def set_mask(params, mask):
     """Write another mask into the params."""
     params[FIELD["mask"] : FIELD["mask"] + len(mask)] = mask
     if mask.address:
-        params[FIELD["add_biases"]] = biases_code().address
+        params[FIELD["add_biases"]] = add_biases.code.address
 
 
 def key_sum_fields(key_weights, steps):
@@ -525,7 +525,8 @@ def key_sum_fields(key_weights, steps):
     most = int(np.diff(steps.kvstarts).max(initial=0))
     sizes = (key_tiles(most), WIDE, WIDE_BLOCK), (1, NARROW, BLOCK_TOKENS)
     size = max(weights_bytes(tiles, rows, most, block) for tiles, rows, block in sizes)
-    return weights_code() | {
+    return {
+        "keep_weights": keep_weights.code.address, "add_key_weights": add_key_weights.code.address,
         "key_sums": 1, "key_sums_sequence": 8 * heads * tokens, "key_sums_head": 8 * tokens,
         "weights_bytes": -(-size // 64) * 64,
     }  # fmt: skip

@@ -7,8 +7,6 @@ last split of a tile group merges all splits in order. So results do not depend 
 threads.
 """
 
-import functools
-
 import numpy as np
 
 from kvkit.cpu import memory
@@ -36,12 +34,13 @@ from kvkit.cpu.attention.work_items import (
     visible_to_any,
 )
 from kvkit.cpu.launches import WORKER
-from kvkit.runtime.jit import callback, helper
+from kvkit.runtime.jit import compiled, helper
 
 ENOUGH = 32  # work items that give every thread some
 count_up, block_memory = memory.count_up, memory.scratch(BLOCK.dtype.itemsize)
 
 
+@compiled(WORKER, control=True)
 def schedule(worker, params_address):
     """Write the kinds of tiles, the length of splits and the number of work items into the params.
 
@@ -88,6 +87,7 @@ def schedule(worker, params_address):
         params.splits += groups * splits if splits > 1 else 0
 
 
+@compiled(WORKER, control=True)
 def work(worker, params_address):
     """Run work items until none is left.
 
@@ -161,9 +161,3 @@ def set_range(params, block, split, splits):
     if splits > 1:  # for query rows that see fewer positions, a split may be empty
         block.first = min(block.first + split * params.split_tokens, block.end)
         block.end = min(block.end, block.first + params.split_tokens)
-
-
-@functools.cache
-def scheduler_code(function):
-    """Return `schedule` or `work` as machine code."""
-    return callback({"schedule": schedule, "work": work}[function], WORKER, function, control=True)

@@ -24,7 +24,7 @@ from kvkit.cpu.simd import attention as simd
 from kvkit.cpu.simd import chunks
 from kvkit.cpu.simd.codes import whole_panels
 from kvkit.formats.elements import CODES, coarser
-from kvkit.runtime.jit import callback, helper
+from kvkit.runtime.jit import compiled, helper
 
 
 class Segment(NamedTuple):
@@ -101,6 +101,7 @@ def run_at(table, at, plane, position, end):
     return at, stop, row, scales, segment.row, scale_row
 
 
+@compiled(SIGNATURE)
 def widen_segments(
     target, target_row, target_head, row, row_step, row_head, table_address, table_row, table_head,
     tokens, heads, repeat, dim,
@@ -118,12 +119,6 @@ def widen_segments(
         )  # fmt: skip
         target += (stop - position) * target_row
         position = stop
-
-
-@functools.cache
-def widen_code():
-    """Compile `widen_segments`."""
-    return callback(widen_segments, SIGNATURE)
 
 
 @functools.cache
@@ -236,14 +231,14 @@ def row_decoder(key, value, dims):
     key, value = (replace(side, tokens=min(side.tokens, 2)) for side in (key, value))
     vectors = all(side.cache_format or whole_panels(side.group) for side in (key, value))
     if not vectors or any(dim % chunks.LANES for dim in dims):
-        return prepare.RowDecoder(widen_code().address, None, None)
+        return prepare.RowDecoder(widen_segments.code.address, None, None)
 
     def engine(count):
         return {"scores": scores(count, key).address, "sums": sums(count, value).address}
 
     stored, scale_format, group, _ = stored_as(key)
     return prepare.RowDecoder(
-        widen_code().address, engine, narrow.orders(stored, scale_format, group, dims[0])
+        widen_segments.code.address, engine, narrow.orders(stored, scale_format, group, dims[0])
     )
 
 

@@ -9,9 +9,9 @@ import numpy as np
 from numba import types
 
 from kvkit.cpu import memory
-from kvkit.cpu.launches import Launch, Record, Workspace, address, kernel_code, run_workers, threads
+from kvkit.cpu.launches import WORKER, Launch, Record, Workspace, address, run_workers, threads
 from kvkit.formulas.index import share
-from kvkit.runtime.jit import helper
+from kvkit.runtime.jit import compiled, helper
 
 PARAMS = Record(
     "workers tokens k scores score_token lengths pages of_token page_size rows row_token",
@@ -67,6 +67,7 @@ def kth_largest(scores, count, k, bins):
     return prefix, left
 
 
+@compiled(WORKER)
 def choose(worker, params_at):
     """Write the slots of the k largest scores of a worker's tokens, then -1."""
     params = record(params_at)
@@ -111,7 +112,7 @@ def prepare_choice(call, rows):
         "page_size": contexts.page_size, "rows": rows, "row_token": rows.strides[0], "scratch": 0,
         "scratch_bytes": 8 * BINS,
     })  # fmt: skip
-    code = kernel_code(choose)
+    code = choose.code
 
     def run():
         params[PARAMS.at["scratch"]] = workspace.at_least(workers * 8 * BINS)

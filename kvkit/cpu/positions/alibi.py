@@ -8,12 +8,12 @@ from numba import types
 
 from kvkit.cpu import memory
 from kvkit.cpu.copy.transfer import SMALL_BYTES
-from kvkit.cpu.launches import Launch, Record, address, kernel_code, run_workers, threads
+from kvkit.cpu.launches import WORKER, Launch, Record, address, run_workers, threads
 from kvkit.cpu.simd.lanes import F32, I32, LANES, RAW, Lanes, fill, micro_kernel, narrow, read, widen, write
 from kvkit.formats.elements import BY_NAME, mask_bytes
 from kvkit.formulas import numeric
 from kvkit.formulas.index import sequence_among, share
-from kvkit.runtime.jit import callback, helper
+from kvkit.runtime.jit import callback, compiled, helper
 
 F64 = ir.DoubleType()
 ZERO, MINUS_INF = np.float32(0), np.float32(-np.inf)
@@ -31,16 +31,11 @@ def call_row(code, target, mask, begin, end, diagonal, total, columns, slope, pa
     """Call the machine code of `row_of_mask`."""
 
 
+@compiled(types.void(INT, INT))
 def slopes(target, num_heads):
     """Write the slopes of all heads to the address `target`."""
     for head in range(num_heads):
         put_slope(target + 4 * head, numeric.alibi_slope(head, num_heads))
-
-
-@functools.cache
-def compiled_slopes():
-    """Compile `slopes`."""
-    return callback(slopes, types.void(INT, INT)).ctypes
 
 
 @functools.cache
@@ -52,27 +47,25 @@ def addend(mask):
     return memory.read(mask)
 
 
-def addends(b, address, mask):
-    """Read 16 elements of a mask as float32; False is read as -inf."""
-    if mask != "bool":
-        return widen(read(b, address, RAW[mask], LANES), mask)
-    raw = read(b, address, RAW["int8"], LANES)
-    hides = b.icmp_unsigned("==", raw.value, raw.of(0))
-    zero, hidden = (ir.Constant(ir.VectorType(F32, LANES), [x] * LANES) for x in (0.0, float("-inf")))
-    return Lanes(b, b.select(hides, hidden, zero))
-
-
 @functools.cache
 def panel(element, mask):
-    """Return a micro-kernel that writes 16 elements of a mask's row; slope and offset are bits of floats."""
+    """Return a micro-kernel that writes 16 elements of a mask's row, where False hides.
+
+    Slope and offset are bits of floats.
+    """
 
     @micro_kernel
     def panel(b, target, mask_address, slope, distance, offset):
         slope, offset = (fill(b, b.bitcast(b.trunc(bits, I32), F32), LANES) for bits in (slope, offset))
         first = fill(b, b.sitofp(distance, F64), LANES)
         line = (first + [float(lane) for lane in range(LANES)]).cast("fptrunc", F32) * slope + offset
-        if mask is not None:
-            line = line + addends(b, mask_address, mask)
+        if mask == "bool":
+            raw = read(b, mask_address, RAW["int8"], LANES)
+            hides = b.icmp_unsigned("==", raw.value, raw.of(0))
+            ends = (ir.Constant(ir.VectorType(F32, LANES), [x] * LANES) for x in (float("-inf"), 0.0))
+            line = line + Lanes(b, b.select(hides, *ends))
+        elif mask is not None:
+            line = line + widen(read(b, mask_address, RAW[mask], LANES), mask)
         write(b, target, narrow(line, element))
 
     return panel
@@ -121,6 +114,7 @@ def row_of_mask(element, mask=None, plain=False):
     return callback(row_of_mask, ROW_SIGNATURE, (element, mask, plain))
 
 
+@compiled(WORKER)
 def write_rows(worker, params_at):
     """Write this worker's rows."""
     params = record(params_at)
@@ -158,5 +152,5 @@ def prepare_alibi(target, element, starts, kvstarts, mask, mask_element, padding
         "padding": int(np.float32(padding).view(np.uint32)),
         **dict(zip(PLACES, (target, *target.strides[:3], *mask), strict=True)),
     })  # fmt: skip
-    run = functools.partial(run_workers, kernel_code(write_rows), workers, address(params))
+    run = functools.partial(run_workers, write_rows.code, workers, address(params))
     return Launch(params, {}, run, alive=(target, starts, kvstarts))

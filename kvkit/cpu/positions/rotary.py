@@ -17,17 +17,16 @@ from numba import types
 from kvkit.checks.values import packed_strides
 from kvkit.cpu import memory
 from kvkit.cpu.copy.transfer import SMALL_BYTES, STREAM_BYTES, aligned
-from kvkit.cpu.launches import Launch, Record, Workspace, address, kernel_code, run_workers, threads
+from kvkit.cpu.launches import WORKER, Launch, Record, Workspace, address, run_workers, threads
 from kvkit.cpu.simd import panels
 from kvkit.cpu.simd.lanes import LANES, RAW, micro_kernel, narrow, read, widen, write
 from kvkit.formats.elements import BY_NAME
 from kvkit.formulas import numeric
 from kvkit.formulas.index import sequence_among, share
-from kvkit.runtime.jit import INDEX, callback, helper
+from kvkit.runtime.jit import INDEX, callback, compiled, helper
 
 INT, FLOAT = types.int64, types.float64
 HEADS_SIGNATURE = types.void(*[INT] * 9)
-FREQUENCIES_SIGNATURE = types.void(FLOAT, INT, INDEX, INT, INT, FLOAT, INT)
 PARAMS = Record(
     "heads_code workers starts first batch sides dim rotary_dim halves",
     "table table_bytes scaling longest scratch scratch_bytes",
@@ -153,6 +152,7 @@ def fill(frequencies, pairs, base):
         put_float(frequencies + 4 * pair, numeric.rotary_frequency(base, pair, 2 * pairs))
 
 
+@compiled(types.void(FLOAT, INT, INDEX, INT, INT, FLOAT, INT))
 def fill_all(theta, rotary_dim, stops, count, longest, factor, table):
     """Write the frequencies [count, pairs] of sequences that end at `stops`."""
     for row in range(count):
@@ -160,16 +160,10 @@ def fill_all(theta, rotary_dim, stops, count, longest, factor, table):
         fill(table + 2 * rotary_dim * row, rotary_dim // 2, base)
 
 
-@functools.cache
-def frequencies_code():
-    """Compile `fill_all`."""
-    return callback(fill_all, FREQUENCIES_SIGNATURE).ctypes
-
-
 def frequencies(theta, rotary_dim, stops, longest, factor):
     """Return the frequencies [stops, pairs] of sequences that end at `stops`."""
     table = np.empty((len(stops), rotary_dim // 2), np.float32)
-    frequencies_code()(theta, rotary_dim, address(stops), len(stops), longest, factor, address(table))
+    fill_all.code.ctypes(theta, rotary_dim, address(stops), len(stops), longest, factor, address(table))
     return table
 
 
@@ -200,6 +194,7 @@ def put_pair(i, pairs, halves, cosine, sine, cosines, sines):
     put_float(sines + other, sine)
 
 
+@compiled(WORKER)
 def rotate_tokens(worker, params_at):
     """Rotate the packed tokens. Sequence b begins at position `first[b]`.
 
@@ -273,7 +268,7 @@ def prepare_rotary(element, moves, starts, first, rotary_dim, bypass_key, halves
         "scaling": scales, "longest": longest,
         "scratch": 0, "scratch_bytes": scratch_bytes,
     })  # fmt: skip
-    kernel = kernel_code(rotate_tokens)
+    kernel = rotate_tokens.code
 
     def run():
         params[PARAMS.at["scratch"]] = scratch.at_least(workers * scratch_bytes)

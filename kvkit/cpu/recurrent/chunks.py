@@ -24,14 +24,14 @@ processors compute a hundred times slower with them, and strong decays make many
 from numba import types
 
 from kvkit.cpu import memory
-from kvkit.cpu.launches import Launch, Record, address, kernel_code, run_workers, threads
+from kvkit.cpu.launches import WORKER, Launch, Record, address, run_workers, threads
 from kvkit.cpu.recurrent.rows import load_row, move_row, padded
 from kvkit.cpu.recurrent.tokens import LINE, common_fields, state_of, workspace
 from kvkit.cpu.simd import attention, products
 from kvkit.cpu.simd import recurrent as simd
 from kvkit.cpu.simd.lanes import LANES, restore_float_control, subnormals_as_zero
 from kvkit.formulas.index import share
-from kvkit.runtime.jit import helper
+from kvkit.runtime.jit import compiled, helper
 
 PARAMS = Record(
     "workers sequences heads q_heads k_heads dk dv k_vectors v_vectors load store norm numbers",
@@ -494,6 +494,7 @@ def clear_sequence(params, work, sequence, first):
             move_row(params.store, work.zeros, target, params.dv)
 
 
+@compiled(WORKER)
 def run_chunks(worker, params_at):
     """Run all heads of all sequences."""
     params = record(params_at)
@@ -531,7 +532,7 @@ def prepare_chunks(call, out, chunk):
         "load_gate": load_row("float32").address, "workers": workers, "chunk": rows, "together": together,
         "k_pitch": k_pitch, "v_pitch": v_pitch, "c_pitch": c_pitch, "scratch": 0, "scratch_bytes": room,
     })  # fmt: skip
-    kernel = kernel_code(run_chunks)
+    kernel = run_chunks.code
 
     def run():
         params[PARAMS.at["scratch"]] = workspace.at_least(workers * room)

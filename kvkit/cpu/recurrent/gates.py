@@ -8,11 +8,12 @@ import numpy as np
 from numba import types
 
 from kvkit.cpu import memory
-from kvkit.cpu.launches import Launch, Record, address, kernel_code, run_workers, threads
+from kvkit.cpu.launches import WORKER, Launch, Record, address, run_workers, threads
 from kvkit.cpu.simd import recurrent as simd
 from kvkit.cpu.simd.lanes import LANES
 from kvkit.formulas import recurrent as formulas
 from kvkit.formulas.index import share
+from kvkit.runtime.jit import compiled
 
 PARAMS = Record("workers rows width a rates biases g bound count b beta factor")
 record = memory.record(PARAMS)
@@ -20,6 +21,7 @@ get_float, put_float = memory.load(types.float32), memory.store(types.float32)
 SMALL = 2**15  # gates below which one thread computes all
 
 
+@compiled(WORKER)
 def compute_gates(worker, params_at):
     """Write g of rows of a [rows, width], and beta of `count` numbers b."""
     params = record(params_at)
@@ -52,6 +54,6 @@ def prepare_gates(call, g, beta):
         "biases": call.biases, "g": g, "bound": numbers, "count": 0 if call.b is None else call.b.size,
         "b": call.b, "beta": beta, "factor": address(numbers) + 8,
     })  # fmt: skip
-    kernel = kernel_code(compute_gates)
+    kernel = compute_gates.code
     run = lambda: run_workers(kernel, workers, address(params))  # noqa: E731
     return Launch(params, {}, run, alive=(call, g, beta, numbers))

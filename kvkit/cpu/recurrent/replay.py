@@ -1,6 +1,6 @@
 """Move states on by recorded tokens: S <- decay S + key delta'."""
 
-from kvkit.cpu.launches import Launch, address, kernel_code, run_workers, threads
+from kvkit.cpu.launches import WORKER, Launch, address, run_workers, threads
 from kvkit.cpu.recurrent.rows import load_row, load_state, padded, store_row, store_state
 from kvkit.cpu.recurrent.tokens import (
     GROUP,
@@ -22,7 +22,7 @@ from kvkit.cpu.simd import recurrent as simd
 from kvkit.cpu.simd.lanes import LANES, restore_float_control, subnormals_as_zero
 from kvkit.formats.elements import FLOAT32
 from kvkit.formulas.index import share
-from kvkit.runtime.jit import helper
+from kvkit.runtime.jit import compiled, helper
 
 
 @helper
@@ -55,6 +55,7 @@ def replay_item(params, work, item, state):
             update_columns(params, work, state, state)
 
 
+@compiled(WORKER)
 def run_replay(worker, params_at):
     """Move all states on."""
     params = record(params_at)
@@ -101,7 +102,7 @@ def prepare_replay(call):
     items, room = fields["sequences"] * fields["heads"], room_of(fields)
     workers = min(threads(), items) if items * fields["head_bytes"] >= SMALL_WORK else 1
     params = PARAMS.filled(fields | {"workers": workers, "scratch_bytes": room})
-    kernel = kernel_code(run_replay)
+    kernel = run_replay.code
 
     def run():
         params[PARAMS.at["scratch"]] = workspace.at_least(workers * room)

@@ -9,13 +9,13 @@ to float32 first. States of other formats or sizes are widened into the worker's
 from numba import types
 
 from kvkit.cpu import memory
-from kvkit.cpu.launches import Launch, Record, Workspace, address, kernel_code, run_workers, threads
+from kvkit.cpu.launches import WORKER, Launch, Record, Workspace, address, run_workers, threads
 from kvkit.cpu.recurrent.rows import load_row, load_state, move_row, padded, store_row, store_state
 from kvkit.cpu.simd import recurrent as simd
 from kvkit.cpu.simd.lanes import LANES, restore_float_control, subnormals_as_zero
 from kvkit.formats.elements import BY_DTYPE, FLOAT32
 from kvkit.formulas.index import share
-from kvkit.runtime.jit import helper
+from kvkit.runtime.jit import compiled, helper
 
 PARAMS = Record(
     "workers sequences heads q_heads k_heads dk dv k_vectors v_vectors load store norm numbers",
@@ -236,6 +236,7 @@ def run_item(params, work, item, state, ahead):
             keep_token(params, work, sequence, token, state, head)
 
 
+@compiled(WORKER)
 def run_tokens(worker, params_at):
     """Run all heads of all sequences."""
     params = record(params_at)
@@ -324,7 +325,7 @@ def prepare_tokens(call, out, states=None, capsule=None):
         "record": 0 if capsule is None else capsule.shape[2],
         "scratch": 0, "scratch_bytes": room,
     })  # fmt: skip
-    kernel = kernel_code(run_tokens)
+    kernel = run_tokens.code
 
     def run():
         params[PARAMS.at["scratch"]] = workspace.at_least(workers * room)

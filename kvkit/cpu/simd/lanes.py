@@ -356,8 +356,10 @@ def pack_codes(vectors, largest, nibbles):
         codes = [x.call("smax", -largest).call("smin", largest) for x in vectors]
         codes = codes if len(codes) % 4 else [concatenate(four) for four in fours(codes)]
         codes = [x.cast("trunc", I8) for x in codes]
-        return [pair_nibbles(x) for x in codes] if nibbles else codes
-    codes = [saturate(four) for four in fours(vectors)]
+        words = [x.as_bits(16) for x in codes] if nibbles else ()
+        return [((x & 0x0F) | ((x >> 4) & 0xF0)).cast("trunc", I8) for x in words] if nibbles else codes
+    halves = [[call_avx512("packssdw", I16, x, y) for x, y in pairs(four)] for four in fours(vectors)]
+    codes = [call_avx512("packsswb", I8, x, y) for x, y in halves]
     if not nibbles:
         order = [4 * lane + vector for vector in range(4) for lane in range(4)]
         return [x.call("smax", -largest).as_bits().pick(order) for x in codes]
@@ -366,17 +368,6 @@ def pack_codes(vectors, largest, nibbles):
     if len(words) % 2:  # a vector is packed with itself, and half of the result is used
         return [call_avx512("packuswb", I8, x, x).as_bits(16).pick(order[:16]) for x in words]
     return [call_avx512("packuswb", I8, x, y).as_bits(16).pick(order) for x, y in pairs(words)]
-
-
-def pair_nibbles(codes):
-    """Pack int8 lanes into bytes of two codes, the even one low."""
-    words = codes.as_bits(16)
-    return ((words & 0x0F) | ((words >> 4) & 0xF0)).cast("trunc", I8)
-
-
-def saturate(four):
-    """Pack four vectors of int32 into one of int8, four lanes of each in turn, with saturation."""
-    return call_avx512("packsswb", I8, *(call_avx512("packssdw", I16, x, y) for x, y in pairs(four)))
 
 
 def call_avx512(name, element, x, y):

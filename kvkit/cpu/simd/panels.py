@@ -72,8 +72,13 @@ def maxima(source, group, groups):
         if source == "float32":
             vectors = panel_lanes(b, source_address, source, group * groups)
             largest = group_maxima([abs(x) for x in vectors], group)
-        else:
-            largest = group_maxima_16bit(b, source_address, group, groups)
+        else:  # 16-bit magnitudes are compared as integers, two in a lane
+            odd = group > LANES and group % (2 * LANES)  # a group is some vectors of 16 lanes and a half
+            lanes = LANES // 2 if odd else min(LANES, groups * group // 2)
+            places = [at(b, source_address, 4 * i) for i in range(0, groups * group // 2, lanes)]
+            words = [read(b, place, I32, lanes) & 0x7FFF7FFF for place in places]
+            both = group_maxima(words, group // 2)
+            largest = larger(both, both >> 16).cast("trunc", I16)
         write(b, target_address, largest)
 
     return maxima
@@ -185,15 +190,3 @@ def larger(x, y):
     if x.type.element == I32:  # two 16-bit numbers a lane
         return x.as_bits(16).max(y.as_bits(16)).as_bits(32)
     return x.max(y)
-
-
-def group_maxima_16bit(b, address, group, groups):
-    """Return the group maxima of 16-bit magnitudes in memory, compared as integers, two in a lane."""
-    odd = group > LANES and group % (2 * LANES)  # a group is some vectors of 16 lanes and a half
-    lanes = LANES // 2 if odd else min(LANES, groups * group // 2)
-    words = [
-        read(b, at(b, address, i * lanes * 4), I32, lanes) & 0x7FFF7FFF
-        for i in range(groups * group // 2 // lanes)
-    ]
-    both = group_maxima(words, group // 2)
-    return larger(both, both >> 16).cast("trunc", I16)

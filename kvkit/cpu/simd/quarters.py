@@ -98,14 +98,11 @@ def scores(rows: int, near: bool, paired: bool):
                 for token in range(4 // groups)
                 for row in range(rows)
             ]
-            for n in range(TOKENS * groups // 4):
-                total = sums_of_quarters([sums[4 * n + i] for i in range(4)]).pick(order)
-                write(b, b.add(target, I64(4 * LANES * n)), total * scale if paired else total)
+            for n in range(0, TOKENS * groups, 4):  # lane i of a quarter: the quarter of vector i
+                low, high = (
+                    lanes.add_lanes(sums[i], sums[i + 1], (0, 16, 1, 17), (2, 18, 3, 19)) for i in (n, n + 2)
+                )
+                total = lanes.add_lanes(low, high, (0, 1, 16, 17), (2, 3, 18, 19)).pick(order)
+                write(b, b.add(target, I64(LANES * n)), total * scale if paired else total)
 
     return scores
-
-
-def sums_of_quarters(vectors):
-    """Return a vector whose lane i of a quarter is the sum of that quarter of vectors[i], of four."""
-    low, high = (lanes.add_lanes(x, y, (0, 16, 1, 17), (2, 18, 3, 19)) for x, y in (vectors[:2], vectors[2:]))
-    return lanes.add_lanes(low, high, (0, 1, 16, 17), (2, 3, 18, 19))

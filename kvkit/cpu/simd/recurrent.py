@@ -258,6 +258,9 @@ def conv_row(width):
     @micro_kernel
     def conv_row(b, inputs, pitch, weights, weight_pitch, bias, target, count, silu):
         use = b.icmp_signed("!=", silu, I64(0))
+        one = ir.Constant(ir.VectorType(ir.IntType(1), LANES), ir.Undefined)
+        first = b.insert_element(one, use, I32(0))
+        in_lanes = b.shuffle_vector(first, one, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))
         with loop(b, count) as i:
             y = floats(b, offset(b, bias, i, BYTES))
             for j in range(width):
@@ -265,17 +268,10 @@ def conv_row(width):
                 w = floats(b, offset(b, b.add(weights, b.mul(weight_pitch, I64(j))), i, BYTES))
                 y = x.fma(w, y)
             active = keep_nan(y, y * logistic(y))
-            y = Lanes(b, b.select(b_vector(b, use), active.value, y.value))
+            y = Lanes(b, b.select(in_lanes, active.value, y.value))
             write(b, offset(b, target, i, BYTES), y)
 
     return conv_row
-
-
-def b_vector(b, bit):
-    """Return a truth value in every lane."""
-    one = ir.Constant(ir.VectorType(ir.IntType(1), LANES), ir.Undefined)
-    first = b.insert_element(one, bit, I32(0))
-    return b.shuffle_vector(first, one, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))
 
 
 @micro_kernel

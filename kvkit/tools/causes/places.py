@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -15,20 +14,14 @@ SIDED = re.compile(r"key|value|(?<![a-z])[kv](?![a-z])", re.IGNORECASE)
 OTHER = {"key": "value", "value": "key", "k": "v", "v": "k"}
 
 
-def partners(name: str) -> Iterator[str]:
-    """Yield the names that the array of the other side (keys or values) may have."""
-    for found in SIDED.finditer(name):
-        word, other = found[0], OTHER[found[0].lower()]
-        other = other.upper() if word.isupper() else other.title() if word.istitle() else other
-        yield name[: found.start()] + other + name[found.end() :]
-
-
 @cause("keys and values swapped")
 def swapped_sides(trial: Trial) -> Guesses:
     """Keys are in the place of values, and the reverse."""
     kind, untraced = (trial.expected.shape, trial.expected.dtype), untraced_targets(trial)
-    for name in partners(trial.name):
-        partner = trial.others.get(name)
+    for found in SIDED.finditer(trial.name):
+        word, other = found[0], OTHER[found[0].lower()]
+        other = other.upper() if word.isupper() else other.title() if word.istitle() else other
+        partner = trial.others.get(trial.name[: found.start()] + other + trial.name[found.end() :])
         if partner is not None and (partner.shape, partner.dtype) == kind:
             yield Guess("", partner, targets=untraced)
     axis = trial.axis("kv")

@@ -78,18 +78,16 @@ def in_two_sequences(case: Case) -> Seen:
     def words(page: str, other: int, there: int) -> str:
         return f"{page} {case.place(f'sequence {other}', there)}, {why}"
 
-    seen = hits_of_kind(case, table_rules.FOREIGN, words)
+    seen: Any = hits_of_kind(case, table_rules.FOREIGN, words)
     if seen is None or not case.token_ids:
         return seen
-    hits, name = seen
-    found: Any = [hit for hit in hits if ids_differ(case.token_ids, *hit)], name
-    return found
-
-
-def ids_differ(ids: list[Any], _: int, sequence: int, column: int, __: int, other: int, there: int) -> bool:
-    """Return whether the tokens of a hit in its two sequences have ids that differ."""
-    known = column < len(ids[sequence]) and there < len(ids[other])
-    return bool(known and ids[sequence][column] != ids[other][there])
+    found, ids, (hits, name) = [], case.token_ids, seen
+    for hit in hits:
+        _, sequence, column, _, other, there = hit
+        known = column < len(ids[sequence]) and there < len(ids[other])
+        if known and ids[sequence][column] != ids[other][there]:
+            found.append(hit)
+    return found, name
 
 
 @rule(

@@ -65,7 +65,8 @@ def pictures_and_prints(study: StudyRecord, page: str) -> tuple[dict[str, str], 
             }  # fmt: skip
         else:
             drawn = {"errors": error_maps(study, Figure), "pareto": pareto(study, Figure, ink)}
-        if (name := mapped_scheme(study)) is not None:
+        mix, advised = study.mix, study.advised
+        if name := mix.text if mix else advised.scheme if advised else None:
             drawn["heads"] = head_map(study, name, Figure)
         drawn["channels"] = channels(study, Figure)
         prints = {f"{name}.png": png(figure) for name, figure in drawn.items()} if page == "light" else {}
@@ -83,13 +84,6 @@ def png(figure: Any) -> bytes:
 def size_in_words(study: StudyRecord) -> str:
     """Return how much a study has measured."""
     return f"{len(study.layers)} layers, {study.tokens:,} tokens"
-
-
-def mapped_scheme(study: StudyRecord) -> str | None:
-    """Return the scheme whose heads are drawn: the chosen mix, or else the advised one; None without any."""
-    if study.mix is not None:
-        return study.mix.text
-    return None if study.advised is None else study.advised.scheme
 
 
 def head_map(study: StudyRecord, scheme: str, Figure: Any) -> Any:

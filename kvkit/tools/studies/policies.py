@@ -178,7 +178,13 @@ def make_plan(
     if target is not None:
         raise argument_error("evict", f"None, because a mix for {target} is chosen", describe(evict))
     text("budget", budget, BUDGET_NAMES)
-    entries: list[SchemePair | Policy] = [entry_of(each) for each in items_of(evict)]
+    if not isinstance(evict, (str, Sequence)):
+        raise argument_error("evict", f"a text or a sequence, of {POLICY_FORM}", describe(evict))
+    items = join_mixes(COMMAS.split(evict)) if isinstance(evict, str) else evict
+    items = [each.strip() if isinstance(each, str) else each for each in items]
+    entries: list[SchemePair | Policy] = [
+        entry_of(each) for each in items if not isinstance(each, str) or each
+    ]
     if schemes is not None:
         chosen = list_schemes(schemes)
         entries = [each for entry in entries for each in combined(entry, chosen)]
@@ -194,15 +200,6 @@ def make_plan(
     schemes = [each for each in entries if not isinstance(each, Policy)]
     policies = [each for each in entries if isinstance(each, Policy)]
     return StudyPlan(schemes, policies, names, budget, judge, rope)
-
-
-def items_of(evict: Any) -> list[Any]:
-    """Return the entries of a list, or of a text with commas between entries."""
-    if not isinstance(evict, (str, Sequence)):
-        raise argument_error("evict", f"a text or a sequence, of {POLICY_FORM}", describe(evict))
-    items = join_mixes(COMMAS.split(evict)) if isinstance(evict, str) else list(evict)
-    items = [each.strip() if isinstance(each, str) else each for each in items]
-    return [each for each in items if not isinstance(each, str) or each]
 
 
 def entry_of(item: Any) -> SchemePair | Policy:

@@ -106,20 +106,16 @@ def write_scales(
         tokens = max(tokens, layer.key.tokens)
         if progress:
             progress(i + 1, opened.count)
-    files.write(target, arrays, metadata={
-        "range": ranges, "calibrated_on": opened.name, "tokens": tokens, "per": per,
-        "quantization_config": quantization_config(per),
-    })  # fmt: skip
-    return arrays
-
-
-def quantization_config(per: str) -> dict[str, Any]:
-    """Return the entry of config.json that tells vLLM how keys and values are stored."""
     strategy = "attn_head" if per == "head" else "tensor"
     scheme = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
-    return {
+    config = {
         "quant_method": "compressed-tensors", "config_groups": {}, "ignore": [], "kv_cache_scheme": scheme,
     }  # fmt: skip
+    files.write(target, arrays, metadata={
+        "range": ranges, "calibrated_on": opened.name, "tokens": tokens, "per": per,
+        "quantization_config": config,
+    })  # fmt: skip
+    return arrays
 
 
 def side_range(layer: LayerReader, name: str, side: SideReader) -> Array:

@@ -137,10 +137,10 @@ def front_of(summary: list[Summary]) -> list[Summary]:
     return front
 
 
-def in_short(study: StudyRecord, most: int = 6) -> list[str]:
+def in_short(study: StudyRecord) -> list[str]:
     """Return at most ten lines: what is recommended, what else is best, and how far to believe it."""
     front = front_of(study.summary)
-    shown = front if len(front) <= most else [front[i * (len(front) - 1) // (most - 1)] for i in range(most)]
+    shown = front if len(front) <= 6 else [front[i * (len(front) - 1) // 5] for i in range(6)]
     lines = [study.budget()]
     if not study.by_attention:
         more = "errors of attention's outputs are not known, and often larger: add an array query"

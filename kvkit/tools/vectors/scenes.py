@@ -151,7 +151,7 @@ def dynamic_attention(
     return Call("dynamic_batching.multi_head_attention", inputs, attributes)
 
 
-def cache_attention(rng: Generator, append: Call, groups: int = 2, **more: Any) -> Call:
+def cache_attention(rng: Generator, append: Call, **more: Any) -> Call:
     """Return a call of `multi_head_cache_attention` for the arguments of a call of `key_value_cache`."""
     name, inputs, attributes, before = append
     kind = inputs["current_key"].dtype
@@ -160,7 +160,7 @@ def cache_attention(rng: Generator, append: Call, groups: int = 2, **more: Any) 
             if key in call:
                 call[key] = plain(rng, call[key].shape, kind)
     *outer, kv_heads, dim = inputs["current_key"].shape
-    heads = groups * kv_heads
+    heads = 2 * kv_heads
     query = {"query": plain(rng, (*outer, heads, dim), kind)}
     attributes = {key: value for key, value in attributes.items() if key != "num_repeat"} | {
         "num_heads": heads, "head_dim": dim, "num_kv_heads": kv_heads, "return_lse": True,

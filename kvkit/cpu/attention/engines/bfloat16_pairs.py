@@ -6,25 +6,25 @@ O = O alpha + P V            [rows, dim], weights [tokens / 2, rows, 2]
 Engines read each row of keys and values by its address. Latent rows, keys and values at once, stay in place.
 """
 
-import functools
-
 from numba import types
 
 from kvkit.cpu import memory
 from kvkit.cpu.attention.engines.load import find_next_rows, load_rows, rows_of_head
-from kvkit.cpu.attention.params import block_at, params_at, rows_computed, step_code, tile_at, whole_tiles
+from kvkit.cpu.attention.params import STEP, block_at, params_at, rows_computed, tile_at, whole_tiles
 from kvkit.cpu.simd import attention, pairs
-from kvkit.runtime.jit import helper
+from kvkit.runtime.jit import compiled, helper
 
 put = memory.store(types.int64)
 
 
+@compiled(STEP)
 def pair_queries(params_address, block_address, tile_address):
     """Convert the queries of a tile to pairs of bfloat16, which is exact."""
     params, tile = params_at(params_address), tile_at(tile_address)
     pairs.pair_rows(tile.queries, params.keys.padded_dim, tile.engine_queries)
 
 
+@compiled(STEP)
 def load(params_address, block_address, tile_address):
     """Write the addresses of the block's rows; copy the rows first, unless they can be read in place."""
     params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
@@ -49,6 +49,7 @@ def copy_side(params, block, tile, side, row_ids, rows, addresses):
     put(addresses + 8 * block.count, rows + (block.count - 1) * row)
 
 
+@compiled(STEP)
 def multiply_keys(params_address, block_address, tile_address):
     """S = scale K Q^T."""
     params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
@@ -60,6 +61,7 @@ def multiply_keys(params_address, block_address, tile_address):
     )  # fmt: skip
 
 
+@compiled(STEP)
 def add_values(params_address, block_address, tile_address):
     """O = O alpha + P V."""
     params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
@@ -71,15 +73,8 @@ def add_values(params_address, block_address, tile_address):
     )  # fmt: skip
 
 
-STEPS = {"queries": pair_queries, "load": load, "scores": multiply_keys, "sums": add_values}
-
-
-@functools.cache
-def step(name):
-    """Compile a step of the engine."""
-    return step_code(STEPS[name], name)
-
-
 def engine():
     """Return the engine of bfloat16 pairs."""
-    return {name: step(name).address for name in STEPS} | {"scales_scores": True, "interleaves": True}
+    steps = {"queries": pair_queries, "load": load, "scores": multiply_keys, "sums": add_values}
+    addresses = {name: step.code.address for name, step in steps.items()}
+    return addresses | {"scales_scores": True, "interleaves": True}

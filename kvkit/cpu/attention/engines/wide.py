@@ -6,16 +6,14 @@
 Lanes are query rows.
 """
 
-import functools
-
-from kvkit.cpu.attention.engines import plain as plain_forms
-from kvkit.cpu.attention.params import block_at, params_at, step_code, tile_at, whole_tiles
+from kvkit.cpu.attention.params import STEP, block_at, params_at, tile_at, whole_tiles
 from kvkit.cpu.simd import attention
-from kvkit.cpu.simd.attention import WIDE
+from kvkit.runtime.jit import compiled
 
 wide_scores, wide_sums = attention.wide_scores, attention.wide_sums
 
 
+@compiled(STEP)
 def multiply_keys(params_address, block_address, tile_address):
     """S = K Q^T."""
     params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
@@ -23,6 +21,7 @@ def multiply_keys(params_address, block_address, tile_address):
     wide_scores(tile.queries, tile.keys, block.key_row, tokens, dim, tile.scores)
 
 
+@compiled(STEP)
 def add_values(params_address, block_address, tile_address):
     """O = O alpha + P V."""
     params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
@@ -30,18 +29,6 @@ def add_values(params_address, block_address, tile_address):
     wide_sums(tile.scores, tile.values, block.value_row, tile.count, dim, tile.o, tile.alpha)
 
 
-@functools.cache
-def scores(plain=False):
-    """Compile S = K Q^T of 32 rows."""
-    return plain_forms.scores(WIDE) if plain else step_code(multiply_keys, ())
-
-
-@functools.cache
-def sums(plain=False):
-    """Compile O = O alpha + P V of 32 rows."""
-    return plain_forms.sums(WIDE) if plain else step_code(add_values, ())
-
-
 def engine():
     """Return the wide engine; `walk.load_block` widens the rows first."""
-    return {"scores": scores().address, "sums": sums().address}
+    return {"scores": multiply_keys.code.address, "sums": add_values.code.address}
