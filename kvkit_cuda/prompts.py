@@ -10,8 +10,6 @@ A block takes `COLUMNS` elements of v of a head of a sequence, whose part of the
 for all chunks. Logarithms of decays are summed from row to row and never subtracted, so none overflows.
 """
 
-import functools
-
 import numpy as np
 from numba import cuda, types
 
@@ -296,9 +294,7 @@ def prompt_kernel(data, out_format):
     return prompt
 
 
-@functools.cache
-def compiled(*formats):
-    return device.kernel(prompt_kernel(*formats), SIGNATURE, formats)
+compiled = device.variants(prompt_kernel, SIGNATURE)
 
 
 def is_ready(seen, values):

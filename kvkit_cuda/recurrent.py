@@ -6,7 +6,6 @@ Threads take elements of v, so a thread reads and writes its column of a "KV" st
 "VK" state [dv, dk]. Neighbouring threads have neighbouring columns. k, q and e^g are in shared memory.
 """
 
-import functools
 import math
 
 import numpy as np
@@ -119,9 +118,7 @@ def step_kernel(data, state_format, out_format):
     return step
 
 
-@functools.cache
-def compiled(*formats):
-    return device.kernel(step_kernel(*formats), SIGNATURE, formats)
+compiled = device.variants(step_kernel, SIGNATURE)
 
 
 def is_ready(seen, values, axes=3):

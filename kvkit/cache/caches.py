@@ -413,15 +413,12 @@ class Cache(BaseCache):
 
     @all_layers
     def _lie_in(self, allocate: allocation.Allocate, only_non_sliding: bool) -> None:
-        for layer in self._with_next_layer():
+        further = [self._make_layer()] if self._make_layer else []  # made on first use
+        for layer in (*self.layers, *further):
             layer._describe()  # raises for a layer that cannot be saved
         for layer in self.layers:
             self._place(layer, allocate, only_non_sliding)
         self._in_files = allocate, only_non_sliding
-
-    def _with_next_layer(self) -> list[Layer]:
-        """Return the layers and, if further ones are made on first use, such a layer."""
-        return [*self.layers, *([self._make_layer()] if self._make_layer else [])]
 
     def _place(self, layer: Layer, allocate: allocation.Allocate, only_non_sliding: bool) -> None:
         """Move a layer to where `allocate` makes arrays, unless it stays in memory."""

@@ -18,8 +18,6 @@ and l are merged in order:
     m = max m_w, l = sum l_w 2^(m_w - m), o = sum o_w 2^(m_w - m)      for warps w
 """
 
-import functools
-
 import numpy as np
 from numba import cuda, types
 
@@ -244,9 +242,7 @@ def put_pair(address, word):
     _write_pair(address, np.uint64(word), np.uint64(0))
 
 
-@functools.cache
-def compiled(form):
-    return device.kernel(attend(form), SIGNATURE, form, device.MAX_SHARED)
+compiled = device.variants(attend, SIGNATURE, device.MAX_SHARED)
 
 
 def prepare(record, context, tables, most_rows, stream):

@@ -16,7 +16,6 @@ tile before is multiplied. Warps share the scores by rows and tokens, then the s
 So p and alpha go from the warps that computed them to all warps, through shared memory.
 """
 
-import functools
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -493,9 +492,7 @@ def finisher(form):
     return device.force_inlined(finish)
 
 
-@functools.cache
-def compiled(form):
-    return device.kernel(attend(form), SIGNATURE, form)
+compiled = device.variants(attend, SIGNATURE)
 
 
 def suits(record: Any, context: records.Context, reach: Reach, most_rows: int) -> bool:

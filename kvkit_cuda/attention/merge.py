@@ -131,9 +131,7 @@ def merge_splits(packed):
     return merge_splits
 
 
-@functools.cache
-def compiled(packed):
-    return device.kernel(merge_splits(packed), SIGNATURE, packed)
+compiled = device.variants(merge_splits, SIGNATURE)
 
 
 def prepare(kernel, record, packed, tables, rows, block, stream, most=0, shared=0, placed=False):
@@ -220,9 +218,7 @@ def merge_states(packed):
     return merge_states
 
 
-@functools.cache
-def compiled_states(packed):
-    return device.kernel(merge_states(packed), STATES, packed)
+compiled_states = device.variants(merge_states, STATES)
 
 
 def prepare_states(packed, arrays, stream):

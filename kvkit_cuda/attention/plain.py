@@ -17,7 +17,6 @@ If key weights are requested, a second kernel computes all scores again and sums
     w = sum e^(s - lse)         [sequences, query heads, tokens], over query tokens
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -433,9 +432,7 @@ def finisher(form):
     return finish
 
 
-@functools.cache
-def compiled(form):
-    return device.kernel(attend(form), SIGNATURE, form)
+compiled = device.variants(attend, SIGNATURE)
 
 
 def suits(record, context, reach, most_rows):
@@ -526,9 +523,7 @@ def sum_weights(form):
     return sum_weights
 
 
-@functools.cache
-def compiled_weights(form):
-    return device.kernel(sum_weights(form), WEIGHTS_SIGNATURE, form)
+compiled_weights = device.variants(sum_weights, WEIGHTS_SIGNATURE)
 
 
 def prepare_weights(record, context, tables, most_tokens, key_weights, stream):

@@ -16,7 +16,6 @@ Where a row of codes has one scale, s is multiplied by the scales of keys [token
 with v, by those of values.
 """
 
-import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -352,9 +351,7 @@ def finisher(form):
     return device.force_inlined(finish)
 
 
-@functools.cache
-def compiled(form):
-    return device.kernel(attend(form), SIGNATURE, form)
+compiled = device.variants(attend, SIGNATURE)
 
 
 def suits(record, context, reach, most_rows):

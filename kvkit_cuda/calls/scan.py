@@ -112,9 +112,7 @@ def sort(begins, ends, thread, threads):
         size *= 2
 
 
-@functools.cache
-def compiled_copy(size):
-    return device.kernel(copy(size), COPY, size)
+compiled_copy = device.variants(copy, COPY)
 
 
 @functools.cache

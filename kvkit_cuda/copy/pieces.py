@@ -8,7 +8,6 @@ head), or matrices. Rows are numbered through all blocks. A piece has a source r
 A negative source row stands for zeros. Rows are copied in chunks of bytes, or of elements.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -198,9 +197,7 @@ def copy_pieces(variant):
     return copy_pieces
 
 
-@functools.cache
-def compiled(variant):
-    return device.kernel(copy_pieces(variant), SIGNATURE, variant)
+compiled = device.variants(copy_pieces, SIGNATURE)
 
 
 def prepare(pairs, pieces, stream):

@@ -206,9 +206,7 @@ def on_chunk_of(direction, packed, cache_format, scale_format, span, given, read
 OWNERS = {"store": ("current_key", "current_value"), "load": ("result 0", "result 1")}
 
 
-@functools.cache
-def compiled(*variant):
-    return device.kernel(copy_tokens(*variant), SIGNATURE, variant)
+compiled = device.variants(copy_tokens, SIGNATURE)
 
 
 def store(current_key, current_value, cache, tables, stream):

@@ -5,6 +5,7 @@ simulator replaces the device: its memory is the host's, and its threads are Pyt
 """
 
 import contextlib
+import functools
 import threading
 from types import SimpleNamespace
 
@@ -40,6 +41,16 @@ def kernel(function, signature, key=None, options=OPTIONS):
     dispatcher._cache = compiled.Folder(function, (key, options), capability())
     dispatcher.compile(signature)
     return dispatcher
+
+
+def variants(make, signature, options=OPTIONS):
+    """Return f(*form), which compiles the kernel `make(*form)` once for each form."""
+
+    @functools.cache
+    def variant(*form):
+        return kernel(make(*form), signature, form, options)
+
+    return variant
 
 
 def capability():

@@ -126,9 +126,7 @@ def write_mask(element, mask, span):
     return write_mask
 
 
-@functools.cache
-def compiled(element, mask, span):
-    return device.kernel(write_mask(element, mask, span), SIGNATURE, (element, mask, span))
+compiled = device.variants(write_mask, SIGNATURE)
 
 
 def prepare(call, target, stream):

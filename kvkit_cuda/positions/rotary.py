@@ -234,9 +234,7 @@ def rotate_tokens(element, span, halves=False):
     return rotate_tokens
 
 
-@functools.cache
-def compiled(*variant):
-    return device.kernel(rotate_tokens(*variant), SIGNATURE, variant)
+compiled = device.variants(rotate_tokens, SIGNATURE)
 
 
 def prepare(call, targets, table, starts, stream):

@@ -37,13 +37,9 @@ class DynamicLayer(Layer):
     def _trim(self) -> None:
         """Move to a store with room for a sixteenth more tokens, if the present one has more room."""
         if self.store is not None:
-            room = self._room_for(self.stored_tokens)
+            room = self.stored_tokens + max(self.stored_tokens // 16, 16)
             if room < self.store.capacity:
                 self._move(self.store.geometry, room, self.span.first, final=True)
-
-    def _room_for(self, tokens: int) -> int:
-        """Return the rows of a store for `tokens` tokens and a sixteenth more."""
-        return min(self.store.capacity, tokens + max(tokens // 16, 16))
 
 
 class StaticLayer(Layer):
