@@ -130,6 +130,11 @@ class Batch(MovableTokens):
         """Return what says whether all changes of the blocks have ended."""
         return self._cache.blocks._guard
 
+    @property
+    def _has_open_step(self) -> bool:
+        """Return whether a step is open, of these rows or of other sequences."""
+        return self._cache.blocks.open_step is not None
+
     def _abandon_open_step(self) -> None:
         """Abandon the open step, which a failed update has begun."""
         self._cache.blocks._abandon_open_step()
@@ -218,7 +223,7 @@ class PagedLayer(BaseLayer):
             requests.check_positions(cache_position, tokens, self.get_seq_length())
         store.check_apart(self._layer_idx, {"key_states": key_states, "value_states": value_states})
         key, value = (one_piece(states).swapaxes(1, 2) for states in store.rows_of(key_states, value_states))
-        begins = rows._cache.blocks.open_step is None  # of these rows or of other sequences
+        begins = not rows._has_open_step
         try:
             step = rows._append(batch, tokens, self._layer_idx)
             step._append(key, value, self._layer_idx)
