@@ -1,7 +1,5 @@
 """The paged cache: attention over shared blocks has the bits of attention over contiguous tokens."""
 
-import inspect
-
 import numpy as np
 import pytest
 from attention_scenes import normal
@@ -9,8 +7,7 @@ from paged_scenes import DIM, HEADS, KINDS, LAYERS, P, Plain, paged
 from scenes import assert_same
 
 import kvkit
-from examples import run_examples
-from kvkit.cache import BlockAllocator, PagedCache
+from kvkit.cache import BlockAllocator
 
 layouts = pytest.mark.parametrize("layout", range(4))
 
@@ -143,11 +140,6 @@ def test_rows_beside_sequences(rng):
     assert_same(step.gather(1)[0], np.concatenate([new, new]))
     assert_same(cache.layers[1].keys, states)
     assert cache.blocks.available == 24 - 2 * 2 - 2
-
-
-@pytest.mark.parametrize("thing", [BlockAllocator, PagedCache])
-def test_examples(thing):
-    run_examples(inspect.getdoc(thing), thing.__name__)
 
 
 # The storage

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import kvkit
-from examples import run_examples
 from kvkit import KvkitError
 from kvkit.cache import Cache, CompressedLayer, OutOfBlocksError, PagedCompressedCache, load
 
@@ -266,7 +265,3 @@ def test_refusals():
         PagedCompressedCache([layers[0], CompressedLayer(8, 4)], **sizes)
     with pytest.raises(KvkitError, match=r"^dtype: expected float32, float16 or bfloat16"):
         PagedCompressedCache(layers, 4, 1, dtype=np.int8)
-
-
-def test_examples():
-    run_examples(PagedCompressedCache.__doc__, "PagedCompressedCache")

@@ -64,19 +64,6 @@ def shown(page):
 
 
 @pytest.mark.parametrize("op", OPERATORS.values(), ids=lambda op: op.name)
-def test_docstring_example(op):
-    run_examples(inspect.getdoc(op.function()), op.name)
-
-
-@pytest.mark.parametrize("function", HELPERS, ids=lambda function: function.__name__)
-def test_helper_example(function):
-    text = inspect.getdoc(function)
-    run_examples(text, function.__name__)
-    for name in inspect.signature(function).parameters:
-        assert re.search(rf"^(.*, )?{name}(, .*)? : ", text, re.M), name
-
-
-@pytest.mark.parametrize("op", OPERATORS.values(), ids=lambda op: op.name)
 def test_table_is_the_signature(op):
     """Names, order and defaults: inputs by position, then attributes and out=, most of them by keyword."""
     parameters = list(inspect.signature(op.function()).parameters.values())

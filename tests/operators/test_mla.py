@@ -11,7 +11,6 @@ from latent_scenes import BF16, F16, F32, LATENT, ROPE, pools
 from tile_scenes import needs_tiles
 
 import kvkit
-from examples import run_examples
 from kvkit import KvkitError, reference
 from kvkit.cpu import machine
 from kvkit.formats import decode, encode
@@ -265,13 +264,6 @@ def test_nan_and_queries_without_rows_are_kept_apart(rng):
     assert not kvkit.mla_attention(wide, no_blocks, [[]], [0], softmax_scale=1.0, format="ds_v4").any()
     none = kvkit.mla_attention(query, extra, indices=[[-1]], sinks=sinks, lse_of_sinks=False, **size)
     np.testing.assert_array_equal(none, np.zeros_like(none))
-
-
-@pytest.mark.parametrize(
-    "name", [name for name, room in kvkit.MODULES.items() if room in ("kvkit.indexer", "kvkit.mla")]
-)
-def test_examples(name):
-    run_examples(getattr(kvkit, name).__doc__, name)
 
 
 # The indexer

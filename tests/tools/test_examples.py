@@ -1,6 +1,5 @@
-"""Public functions beside the operators: their examples run as printed, their arguments are explained."""
+"""Public functions: their examples run as printed, their arguments are explained."""
 
-import doctest
 import importlib
 import importlib.util
 import inspect
@@ -10,33 +9,36 @@ from pathlib import Path
 import pytest
 
 import kvkit
+from examples import run_examples
+from kvkit.operators import OPERATORS
 
 ROOMS = (
     "layouts", "layouts.tables", "formats", "files", "tools", "tools.draw", "tools.vectors",
-    "integrations.dask", "eviction",
+    "integrations.dask", "eviction", "ascend",
 )  # fmt: skip
+TABLED = [op.function() for op in OPERATORS.values()]  # whose arguments `cli/test_docs.py` looks for
 HELPERS = {"formats.coarser", "formats.mask_bytes", "formats.rotation_named"}  # which the house needs
 
 
 def functions():
-    """Yield (name, function) of a room's public names, or of its own functions with an example."""
+    """Yield public functions of a room, or its own functions with an example, and all operators."""
     for room in ROOMS:
         module = importlib.import_module(f"kvkit.{room}")
         named = getattr(module, "__all__", None)
         for name in named or dir(module):
             thing = getattr(module, name)
             own = inspect.isfunction(thing) and thing.__module__.startswith(module.__name__)
-            if own and f"{room}.{name}" not in HELPERS and (named or ">>>" in (thing.__doc__ or "")):
+            others = f"{room}.{name}" in HELPERS | OPERATORS.keys()
+            if own and not others and (named or ">>>" in (thing.__doc__ or "")):
                 yield pytest.param(thing, id=f"{room}.{name}")
+    yield from (pytest.param(op.function(), id=op.name) for op in OPERATORS.values())
 
 
 @pytest.mark.parametrize("function", list(functions()))
 def test_examples(function):
     text = inspect.getdoc(function)
-    test = doctest.DocTestParser().get_doctest(text, {}, function.__name__, None, 0)
-    assert test.examples
-    assert doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test).failed == 0
-    if "\nParameters\n" in text:
+    run_examples(text, function.__name__)
+    if "\nParameters\n" in text and function not in TABLED:
         for name in inspect.signature(function).parameters:
             assert re.search(rf"^(.*, )?(\*\*)?{name}(, .*)?( : |$)", text, re.M), name
 
