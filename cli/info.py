@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 from typing import Any
 
@@ -71,7 +72,8 @@ def compiled_code() -> list[dict[str, Any]]:
         else:
             row = "all", "other sources of kvkit"
         count, size = counts.get(row, (0, 0))
-        counts[row] = count + 1, size + path.stat().st_size
+        with contextlib.suppress(FileNotFoundError):  # another process has removed it since
+            counts[row] = count + 1, size + path.stat().st_size
     rows = sorted(counts.items(), key=lambda entry: (entry[0][1] != THIS, entry[0]))  # these sources first
     return [{"of": of, "for": what, "variants": n, "bytes": size} for (of, what), (n, size) in rows]
 

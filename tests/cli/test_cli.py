@@ -286,7 +286,7 @@ def test_a_narrow_screen_splits_no_word(monkeypatch):
 
 
 def test_info_lists_what_is_compiled(tmp_path, monkeypatch):
-    """By module, apart from what other sources and other machines left."""
+    """By module, apart from what other sources and other machines left, and what is gone by now."""
     ours, other, zeros, rest = fingerprint(), "f" * 20, "0" * jit.SOURCE_LETTERS, f"{'1' * 20}.bin"
     now = source_digest.digest("kvkit.cpu.attention.scheduler")[: jit.SOURCE_LETTERS]
     work = "kvkit-cpu-attention-scheduler-work"
@@ -296,6 +296,7 @@ def test_info_lists_what_is_compiled(tmp_path, monkeypatch):
     ):  # fmt: skip
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / f"{name}-{rest}").write_bytes(b"code")
+    (tmp_path / ours / f"{work}-gone-{rest}").symlink_to("nowhere")  # as if removed after it was found
     keep_code_in(monkeypatch, tmp_path)
     assert json.loads(run("info", "--json")[1])["compiled"] == [
         {"of": "kvkit.cpu.attention.scheduler", "for": "these sources of kvkit", "variants": 1, "bytes": 4},
