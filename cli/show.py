@@ -101,7 +101,10 @@ def code_folder_text(folder: Path | None) -> str:
     refusal = disk_cache.refusal(folder)
     if refusal:
         return f"none is kept in {folder}: {refusal}"
-    sizes = [path.stat().st_size for path in folder.glob("*.bin")]
+    sizes = []
+    for path in folder.glob("*.bin"):
+        with contextlib.suppress(FileNotFoundError):  # another process has removed it since
+            sizes.append(path.stat().st_size)
     return f"{folder}: {len(sizes)} files, {size(sum(sizes))}"
 
 
