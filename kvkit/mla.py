@@ -225,7 +225,8 @@ def attend_to_rows(
 ) -> Pair:
     """Attend in float32 with some queries to gathered rows; context i has the next `counts[i]` of them."""
     pool = rows[:, None] if rows.ndim == 3 else rows[:, None, None]  # pages of one row
-    contexts = Contexts(np.arange(len(rows)), starts_of(counts), counts, starts, 1, len(rows))
+    kvstarts = starts_of(counts)
+    contexts = Contexts(np.arange(len(rows)), kvstarts, counts, starts, 1, len(rows), kvstarts)
     query = call.query[tokens].astype(np.float32)
     output, lse = attend(attention_to_rows(call, query, pool, contexts, causal), None)
     return output, lse

@@ -163,7 +163,9 @@ def attend_to_pages(call: PoolAttention, out: Array | Arrays | None) -> Attended
     if form is None or sum(each.nbytes for each in tensors if each is not None) > MOST_BYTES:
         return attend(checked_paged_attention(with_floats(call)), out)
     known, pages = latest.take(form) or ([], None)
-    if pages is None or not all(a is b or np.array_equal(a, b) for a, b in zip(known, tensors, strict=True)):
+    if pages is None or any(
+        one is not None and one.tobytes() != each.tobytes() for one, each in zip(known, tensors, strict=True)
+    ):
         known, pages = [None if each is None else each.copy() for each in tensors], PlannedPages()
     there = [i for i, each in enumerate(tensors) if each is not None]
     repeats.note_tensors([tensors[i] for i in there], [known[i] for i in there])

@@ -5,12 +5,12 @@ from typing import Any, NamedTuple, SupportsIndex
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kvkit import checks
 from kvkit.checks import index_tensors
 from kvkit.checks.index_tensors import index, index_form, validate_table
 from kvkit.checks.records import StepIndex
 from kvkit.checks.values import integer
 from kvkit.errors import argument_error, describe
-from kvkit.layouts.tables import starts_of
 from kvkit.typed import Array
 
 INT32_MAX = np.iinfo(np.int32).max
@@ -30,6 +30,7 @@ class Contexts(NamedTuple):
     starts: Array  # [B + 1]: where the queries of each sequence begin
     page_size: int
     blocks: int  # pools have at least as many pages
+    kvstarts: Array  # [B + 1]: where contexts would begin, one after the other
 
     def tensors(self, operator: str) -> dict[str, object]:
         """Return the index tensors that an operator takes, by name."""
@@ -77,13 +78,12 @@ class Contexts(NamedTuple):
         table, shared = self.table, same_rows and page == value_page
         if max(self.blocks, 1) * max(abs(page), abs(value_page)) > INT32_MAX:
             table = table.astype(np.int64, copy=False)
-        kvstarts, (keys, values) = starts_of(self.lengths), map(table.dtype.type, pages)
-        value_table = None if shared else table * values
+        value_table = None if shared else table * table.dtype.type(value_page)
+        table = np.multiply(table, table.dtype.type(page), out=table if overwrite else None)
         return StepIndex(
-            seqstarts=self.starts, kvstarts=kvstarts, start_pos=self.lengths, load_starts=self.lengths,
-            table=np.multiply(table, keys, out=table if overwrite else None), table_starts=self.table_starts,
-            value_table=value_table, page_size=self.page_size, tokens=int(self.starts[-1]),
-            context=int(kvstarts[-1]), rows=rows,
+            seqstarts=self.starts, kvstarts=self.kvstarts, start_pos=self.lengths, load_starts=self.lengths,
+            table=table, table_starts=self.table_starts, value_table=value_table, page_size=self.page_size,
+            tokens=int(self.starts[-1]), context=int(self.kvstarts[-1]), rows=rows,
         )  # fmt: skip
 
 
@@ -97,9 +97,9 @@ def checked_contexts(
 ) -> Contexts:
     """Check contexts in a pool of `blocks` pages; `tokens` counts the queries, None if it is unknown."""
     lengths = index("context_lens", context_lens)
-    table, table_starts = checked_table(block_tables, lengths, blocks, page_size)
+    table, table_starts, largest, kvstarts = checked_table(block_tables, lengths, blocks, page_size)
     starts = checked_starts(query_starts, len(lengths), tokens)
-    return Contexts(table, table_starts, lengths, starts, page_size, blocks)
+    return Contexts(table, table_starts, lengths, starts, page_size, largest + 1, kvstarts)
 
 
 def checked_plan(
@@ -110,13 +110,7 @@ def checked_plan(
 ) -> Contexts:
     """Check the contexts of a plan, before its pools are known."""
     size = integer("page_size", page_size, 1)
-    planned = checked_contexts(block_tables, context_lens, query_starts, INT32_MAX, size, None)
-    need, (table, starts, *_) = pages_needed(planned.lengths, size), planned
-    if starts is None:
-        used = table[in_use(table, need)]
-    else:
-        used = table.take(np.repeat(starts[:-1] - (np.cumsum(need) - need), need) + np.arange(need.sum()))
-    return planned._replace(blocks=int(used.max(initial=-1)) + 1)
+    return checked_contexts(block_tables, context_lens, query_starts, INT32_MAX, size, None)
 
 
 def check_planned(planned: Contexts, name: str, tokens: int, pool_name: str, pool: Array) -> None:
@@ -160,69 +154,30 @@ def checked_starts(
 
 def checked_table(
     block_tables: BlockTables, lengths: Array, blocks: int, page_size: int
-) -> tuple[Array, Array | None]:
-    """Return the checked pages of contexts, from a table [B, M] or (indptr, indices), as `Contexts` has them.
+) -> tuple[Array, Array | None, int, Array]:
+    """Check the pages of contexts, from a table [B, M] or (indptr, indices), as `Contexts` has them.
 
-    Entries after a context's last page are ignored.
+    Return (table, table_starts, the largest page in use, kvstarts). Entries after a context's last page are
+    ignored.
     """
     if isinstance(block_tables, tuple):
-        return listed_pages(block_tables, lengths, blocks, page_size)
-    table = index("block_tables", block_tables, 2)
-    if len(table) != len(lengths):
-        raise argument_error("block_tables", f"{len(lengths)} rows, one for each length", len(table))
-    need = pages_needed(lengths, page_size)
-    if len(need) and need.max() > table.shape[1]:
-        b = int(need.argmax())
-        wanted = f"{need[b]} blocks for the {lengths[b]} tokens of sequence {b}"
-        raise argument_error("block_tables", wanted, table.shape[1])
-    outside = in_use(table, need) & ((table < 0) | (table >= blocks))
-    if outside.any():
-        b, column = np.argwhere(outside)[0]
-        wanted = f"a block from 0 to {blocks - 1}, one of {need[b]} for {lengths[b]} tokens of sequence {b}"
-        raise argument_error(f"block_tables[{b}, {column}]", wanted, table[b, column])
-    validate_table(table, lengths, blocks, page_size)
-    return table, None
-
-
-def listed_pages(
-    block_tables: tuple[Any, ...], lengths: Array, blocks: int, page_size: int
-) -> tuple[Array, Array]:
-    """Return the checked pages of contexts from (indptr, indices), and where each sequence begins."""
-    if len(block_tables) != 2:
-        raise argument_error("block_tables", "[B, M], or a tuple (indptr, indices)", describe(block_tables))
-    starts = index("block_tables", block_tables[0], length=len(lengths) + 1)
-    pages = index_form("block_tables", block_tables[1], 1).copy()  # int32 stays int32: half the memory
-    if starts[0] < 0 or (starts[1:] < starts[:-1]).any() or starts[-1] > len(pages):
-        wanted = f"indptr that never decreases, within the {len(pages)} of indices"
-        raise argument_error("block_tables", wanted, describe(block_tables[0]))
-    need = pages_needed(lengths, page_size)
-    short = np.flatnonzero(need > np.diff(starts))
-    if len(short):
-        b = short[0]
-        held = f"{starts[b + 1] - starts[b]} of indices"
-        wanted = f"{need[b]} blocks for the {lengths[b]} tokens of sequence {b}"
-        raise argument_error("block_tables", wanted, held)
-    if len(pages) and (pages.min() < 0 or pages.max() >= blocks):  # an error only if a sequence needs it
-        for start, count in zip(starts.tolist(), need.tolist(), strict=False):
-            used = pages[start : start + count]
-            if count and (used.min() < 0 or used.max() >= blocks):
-                i = int(((used < 0) | (used >= blocks)).argmax())
-                wanted = f"a block from 0 to {blocks - 1}, one of {count} for a sequence"
-                raise argument_error(f"block_tables[1][{start + i}]", wanted, used[i])
+        if len(block_tables) != 2:
+            wanted = "[B, M], or a tuple (indptr, indices)"
+            raise argument_error("block_tables", wanted, describe(block_tables))
+        starts = index("block_tables", block_tables[0], length=len(lengths) + 1)
+        table = index_form("block_tables", block_tables[1], 1).copy()  # int32 stays int32: half the memory
+    else:
+        starts, table = None, index("block_tables", block_tables, 2)
+        if len(table) != len(lengths):
+            raise argument_error("block_tables", f"{len(lengths)} rows, one for each length", len(table))
+    scan = checks.scan
+    verdict, kvstarts = scan.scan_contexts(lengths, table, starts, blocks, page_size)
+    if verdict[0] != scan.FINE:
+        raise scan.contexts_error(verdict, lengths, table, starts, blocks)
     if index_tensors.VALIDATES:
-        at = starts[:-1, None] + np.arange(need.max(initial=0))
-        table = pages.take(at, mode="clip") if len(pages) else np.zeros(at.shape)
-        validate_table(table.astype(np.int64, copy=False), lengths, blocks, page_size)
-    return pages, starts
-
-
-def pages_needed(lengths: Array, page_size: int) -> Array:
-    """Return how many pages each context needs."""
-    if len(lengths) and lengths.min() < 0:
-        raise argument_error("context_lens", "no length below 0", lengths.min())
-    return -(-lengths // page_size)
-
-
-def in_use(table: Array, need: Array) -> Array:
-    """Return a mask [B, M] of the first `need[b]` entries of each row of a table."""
-    return np.arange(table.shape[1]) < need[:, None]
+        rows = table
+        if starts is not None:
+            at = starts[:-1, None] + np.arange(-(-lengths // page_size).max(initial=0))
+            rows = table.take(at, mode="clip") if len(table) else np.zeros(at.shape)
+        validate_table(rows.astype(np.int64, copy=False), lengths, blocks, page_size)
+    return table, starts, verdict[-1], kvstarts

@@ -106,7 +106,8 @@ def checked_choice(call: ChoiceArguments) -> ChoiceCall:
     starts = checked_starts(call.query_starts, batch, len(scores), ("scores", "block_tables"))
     lengths = np.array([ends[a:b].max(initial=0) for a, b in itertools.pairwise(starts)], np.int64)
     blocks = 2**31 // page_size  # rows fit int32
-    pages = checked_table(tables, lengths, blocks, page_size)
+    table, table_starts, largest, kvstarts = checked_table(tables, lengths, blocks, page_size)
+    contexts = Contexts(table, table_starts, lengths, starts, page_size, largest + 1, kvstarts)
     forms: Forms = {"rows": ((len(scores), k), np.dtype(np.int32))}
     results = Results(forms, named_arrays(scores=scores), alone=True)
-    return ChoiceCall(scores, k, Contexts(*pages, lengths, starts, page_size, blocks), results)
+    return ChoiceCall(scores, k, contexts, results)

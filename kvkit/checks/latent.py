@@ -15,7 +15,7 @@ from kvkit.checks.contexts import Contexts, checked_contexts
 from kvkit.checks.index_tensors import index
 from kvkit.checks.outputs import Results
 from kvkit.checks.paged import attention_to_pages
-from kvkit.checks.pools import context_of, pool_view
+from kvkit.checks.pools import AXES, context_of, pool_view
 from kvkit.checks.records import NO_MASK
 from kvkit.checks.values import (
     check_apart,
@@ -144,7 +144,7 @@ def checked_latent_attention(call: LatentArguments) -> LatentCall:
     )  # fmt: skip
     if contexts is None or pool.format is not None or len(pool.parts) > 1:
         return checked
-    rows = pool_view("latent", pool.rows, "bnhc", FLOATS)
+    rows = pool_view("latent", pool.rows, AXES, FLOATS)
     return checked._replace(attention=attention_to_rows(checked, query, rows, contexts))
 
 

@@ -12,7 +12,7 @@ from kvkit.checks.contexts import Contexts, check_planned, checked_contexts
 from kvkit.checks.index_tensors import INT64_MAX, index
 from kvkit.checks.outputs import Results, same_place
 from kvkit.checks.pools import CONTENT
-from kvkit.checks.records import Context
+from kvkit.checks.records import NO_MASK, Context
 from kvkit.checks.values import (
     FORMATS,
     POOLED,
@@ -39,8 +39,10 @@ Scale = float | Array | None
 
 def checked_paged_attention(call: PoolAttention, planned: Contexts | None = None) -> AttentionCall:
     """Check a call of `kvkit.paged_attention`, or of a plan with the contexts `planned`."""
-    call = call._replace(key_scale=number_of(call.key_scale), value_scale=number_of(call.value_scale))
-    query, scoring = call.query, call.scoring
+    has_scales = call.key_scale is not None or call.value_scale is not None
+    if has_scales:
+        call = call._replace(key_scale=number_of(call.key_scale), value_scale=number_of(call.value_scale))
+    query, scoring, slopes = call.query, call.scoring, call.alibi_slopes
     fmt = checked_format("query", query, FLOATS, 3)
     check_not_empty("query", query)
     tokens, heads, _ = query.shape
@@ -52,31 +54,31 @@ def checked_paged_attention(call: PoolAttention, planned: Contexts | None = None
     else:
         check_planned(planned, "query", tokens, "key_cache", key)
         contexts = planned
-    query = one_piece(query)
-    batch, longest = len(contexts.lengths), int(contexts.lengths.max(initial=0))
-    mask = masks.own_mask(fmt, scoring.attn_mask, heads, tokens, longest)
+    query, batch, mask, key_weights = one_piece(query), len(contexts.lengths), NO_MASK, None
+    if scoring.attn_mask is not None:
+        longest = int(contexts.lengths.max(initial=0))
+        mask = masks.own_mask(fmt, scoring.attn_mask, heads, tokens, longest)
     weights = attention.checked_weights(query, mask, scoring)
-    slopes = call.alibi_slopes
+    token_scales = head_scales = None
     if slopes is not None:
         slopes = numbers_of_heads("alibi_slopes", slopes, batch, heads, "query heads")
-    token_scales = head_scales = None
     if not stored:
-        token_scales = scales_of_tokens(call, key, value, batch)
+        token_scales = scales_of_tokens(call, key, value, batch) if has_scales else None
         if not token_scales:
             head_scales = scales_of_heads(call, key, value, batch, weights.scale)
+    if slopes is not None or head_scales is not None:
+        weights = weights._replace(slopes=slopes, scales=head_scales)
     inputs = named_arrays(
         query=query, key_cache=key, value_cache=value, attn_mask=scoring.attn_mask,
         alibi_slopes=call.alibi_slopes, sinks=scoring.sinks, key_scale=call.key_scale,
         value_scale=call.value_scale,
     )  # fmt: skip
     context = pools.context_of(fmt, key, value, token_scales, stored)
-    key_weights = None
     if flag("return_key_weights", call.return_key_weights):
-        key_weights = batch, heads, longest
+        key_weights = batch, heads, int(contexts.lengths.max(initial=0))
     results = attention.attention_results(
         (tokens, heads, context.value_dim), fmt, call.return_lse, inputs, key_weights
     )
-    weights = weights._replace(slopes=slopes, scales=head_scales)
     return attention_to_pages(fmt, query, context, key, contexts, weights, results, own=planned is None)
 
 

@@ -1,5 +1,6 @@
 """Check engines' pools of pages, of any strides: their layouts, block tables and slots."""
 
+import functools
 import math
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -32,14 +33,21 @@ class BlockCopy(NamedTuple):
     dst: Array
 
 
-def pool_axes(layout: object) -> list[str]:
+def pool_axes(layout: object) -> tuple[str, ...]:
     """Return the axes of a pool in a layout line, outermost first."""
-    axes = layout.split() if isinstance(layout, str) else []
-    known = len(set(axes)) == len(axes) and set(axes) <= {*AXES, "kv"}
-    if not known or not {"b", "c"} <= set(axes):
+    axes = known_axes(layout) if isinstance(layout, str) else None
+    if axes is None:
         legal = "the axes of a pool, 'b n h c' in any order, with 'kv' if keys and values share it"
         raise argument_error("layout", f"{legal} ('h' and 'n' may be left out)", describe(layout))
     return axes
+
+
+@functools.cache
+def known_axes(layout: str) -> tuple[str, ...] | None:
+    """Return the axes of a layout line, None if it is not that of a pool."""
+    axes = tuple(layout.split())
+    known = len(set(axes)) == len(axes) and set(axes) <= {*AXES, "kv"} and {"b", "c"} <= set(axes)
+    return axes if known else None
 
 
 def pool_views(
@@ -67,7 +75,7 @@ def pool_views(
             if pool.shape[at] != 2:
                 raise argument_error(names[0], f"keys and values along axis {at} (kv)", f"shape {pool.shape}")
             given = [pool[(slice(None),) * at + (side,)] for side in (0, 1)]
-        axes = [axis for axis in axes if axis != "kv"]
+        axes = tuple(axis for axis in axes if axis != "kv")
     views = [
         None if array is None else pool_view(name, array, axes, legal)
         for name, array in zip(names, given, strict=True)
@@ -86,19 +94,20 @@ def present(name: str, array: Array | None, wanted: str) -> Array:
     return array
 
 
-def pool_view(name: str, array: Array, axes: Sequence[str], legal: Collection[Element] | None) -> Array:
+def pool_view(name: str, array: Array, axes: tuple[str, ...], legal: Collection[Element] | None) -> Array:
     """Return a view [pages, rows, heads, content] of a pool."""
     if legal is None:
         check_bytes(name, array, len(axes))
     else:
         checked_format(name, array, legal, len(axes))
-    if 0 in [size for size, axis in zip(array.shape, axes, strict=True) if axis != "b"]:
+    if 0 in array.shape and 0 in [size for size, axis in zip(array.shape, axes, strict=True) if axis != "b"]:
         raise argument_error(name, "no axis of size 0 but that of blocks", f"shape {array.shape}")
-    array = array.transpose([axes.index(axis) for axis in AXES if axis in axes])
-    for axis, letter in enumerate(AXES):
-        if letter not in axes:
-            array = np.expand_dims(array, axis)
-    if array.size and is_broadcast(array):
+    if axes != AXES:
+        array = array.transpose([axes.index(axis) for axis in AXES if axis in axes])
+        for axis, letter in enumerate(AXES):
+            if letter not in axes:
+                array = np.expand_dims(array, axis)
+    if is_broadcast(array) and array.size:
         got = f"a broadcast array (strides {array.strides})"
         raise argument_error(name, "elements at different addresses", got)
     return array

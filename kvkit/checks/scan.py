@@ -9,6 +9,7 @@ from kvkit.errors import KvkitError, argument_error
 from kvkit.formulas.index import filled_rows, overlapping_run, page_of, rows_inside
 from kvkit.runtime.arrays import addresses_of
 from kvkit.runtime.jit import INDEX, Integers, compiled, helper
+from kvkit.typed import Array
 
 # The verdict of a pass: a rule, and three numbers for the message.
 FINE = 0  # rows in use, or runs of stored rows if no table is read; 0; 0
@@ -44,6 +45,42 @@ def scan_lengths(step: StepIndex) -> list[int]:
     sizes = *step.table.shape, step.page_size, *step.limits  # the last arguments of `check_lengths`
     scan_starts.code.ctypes(*addresses_of(arrays), *sizes)
     return verdict.tolist()
+
+
+def scan_contexts(
+    lengths: Array, table: Array, starts: Array | None, blocks: int, page_size: int
+) -> tuple[list[int], Array]:
+    """Check contexts in pages; return (verdict, largest page in use), and where contexts begin [B + 1].
+
+    Pages are a table [B, M], or a list, in which those of sequence b begin at ``starts[b]``. A verdict has a
+    rule, a sequence, a number of the table's entries, and that of entries, or of the wrong entry.
+    """
+    numbers = np.empty(VERDICT + 2 + len(lengths), np.int64)
+    places = addresses_of((numbers, lengths, table, table, starts))
+    sizes = len(lengths), table.shape[-1], blocks, page_size, starts is not None, table.itemsize == 4
+    scan_pages.code.ctypes(*places, *sizes)
+    return numbers[: VERDICT + 1].tolist(), numbers[VERDICT + 1 :]
+
+
+def contexts_error(
+    verdict: list[int], lengths: Array, table: Array, starts: Array | None, blocks: int
+) -> KvkitError:
+    """Return the error for the rule of contexts in pages that a verdict says is broken."""
+    rule, b, need, third, _ = verdict
+    if rule == STARTS:
+        wanted = f"indptr that never decreases, within the {len(table)} of indices"
+        return argument_error("block_tables", wanted, f"{third} as entry {b}")
+    if rule == LENGTHS:
+        return argument_error("context_lens", "no length below 0", lengths[b])
+    if rule == PAGES:
+        held = third if starts is None else f"{third} of indices"
+        return argument_error(
+            "block_tables", f"{need} blocks for the {lengths[b]} tokens of sequence {b}", held
+        )
+    at = f"[{b}, {third}]" if starts is None else f"[1][{third}]"
+    page = table[b, third] if starts is None else table[third]
+    wanted = f"a block from 0 to {blocks - 1}, one of {need} for {lengths[b]} tokens of sequence {b}"
+    return argument_error(f"block_tables{at}", wanted, page)
 
 
 def step_error(verdict: list[int], step: StepIndex, rows: int) -> KvkitError:
@@ -213,3 +250,39 @@ def find_conflict(
             if run >= 0:
                 return STORED_AND_LOADED, owners[run], b, max(begins[run], first)
     return FINE, 0, 0, 0
+
+
+@compiled(types.void(*[INDEX] * 3, types.CPointer(types.int32), INDEX, *[types.int64] * 6), control=True)
+def scan_pages(
+    numbers: Integers, lengths: Integers, table: Integers, narrow_table: Integers, starts: Integers,
+    batch: int, columns: int, blocks: int, page_size: int, listed: int, narrow: int,
+) -> None:  # fmt: skip
+    """Write the numbers of `scan_contexts`. Without a broken rule no sum can overflow."""
+    begins, largest = VERDICT + 1, np.int64(-1)
+    put_verdict(numbers, (FINE, 0, 0, 0))
+    if listed:
+        for b in range(batch + 1):
+            if starts[b] < (starts[b - 1] if b else 0) or starts[b] > columns:
+                put_verdict(numbers, (STARTS, b, 0, starts[b]))
+                return
+    numbers[begins] = 0
+    for b in range(batch):
+        if lengths[b] < 0:
+            put_verdict(numbers, (LENGTHS, b, 0, 0))
+            return
+        numbers[begins + b + 1] = numbers[begins + b] + lengths[b]
+    for b in range(batch):
+        need, first = page_of(lengths[b] - 1, page_size) + 1, starts[b] if listed else b * columns
+        held = starts[b + 1] - first if listed else columns
+        if need > held:
+            put_verdict(numbers, (PAGES, b, need, held))
+            return
+    for b in range(batch):
+        need, first = page_of(lengths[b] - 1, page_size) + 1, starts[b] if listed else b * columns
+        for i in range(first, first + need):
+            page = np.int64(narrow_table[i]) if narrow else table[i]
+            if page < 0 or page >= blocks:
+                put_verdict(numbers, (ROW, b, need, i if listed else i - first))
+                return
+            largest = max(largest, page)
+    numbers[VERDICT] = largest

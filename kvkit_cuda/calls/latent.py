@@ -101,7 +101,8 @@ def gathered(placed):
         found = [gather_rows(*each).reshape(-1, 1, heads, dim).astype(dtype) for each in rows]
         pool = uploaded(placed, np.concatenate([np.zeros((0, 1, heads, dim), dtype), *found]))
     causal = call.causal and not call.chosen
-    contexts = Contexts(np.arange(len(pool)), starts_of(counts), counts, query_starts, 1, len(pool))
+    kvstarts = starts_of(counts)
+    contexts = Contexts(np.arange(len(pool)), kvstarts, counts, query_starts, 1, len(pool), kvstarts)
     whole = attention_to_rows(call, query, pool, contexts, causal)
     return whole._replace(weights=whole.weights._replace(sinks=sinks)), launches
 

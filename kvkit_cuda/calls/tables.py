@@ -181,7 +181,8 @@ class NewAngles:
 def contexts_of(steps):
     """Return the contexts of steps that have page ids as their table."""
     lengths = np.diff(steps.kvstarts)
-    return Contexts(steps.table, steps.table_starts, lengths, steps.seqstarts, steps.page_size, 0)
+    places = steps.table, steps.table_starts
+    return Contexts(*places, lengths, steps.seqstarts, steps.page_size, 0, steps.kvstarts)
 
 
 def angle_bits(rope, positions):

@@ -61,7 +61,8 @@ def test_steps_of_two_layers(engine, name, tables, rng):
 def test_lists_of_pages_stay_lists_on_the_device():
     """A long context beside short ones takes the memory of its own pages; a plan has room for later steps."""
     starts = np.array([0, 1, 1001, 1002])
-    contexts = Contexts(np.arange(1002), starts, np.array([1, 4000, 1]), np.arange(4), 4, 1002)
+    kvstarts = np.array([0, 1, 4001, 4002])
+    contexts = Contexts(np.arange(1002), starts, np.array([1, 4000, 1]), np.arange(4), 4, 1002, kvstarts)
     steps = contexts.steps((2, 2), 0)
     words = DeviceTables(steps, lasting=False).contents("table")
     np.testing.assert_array_equal(words, np.r_[3, 4, 1004, 2 * np.arange(1002)])

@@ -365,6 +365,7 @@ def test_lists_of_pages_of_which_one_is_long(form):
 def test_lists_of_int32_are_widened_where_rows_are_far_apart():
     pool = np.lib.stride_tricks.as_strided(np.zeros(1, np.int8), (3, 2, 1, 1), (2**40, 1, 1, 1))
     context, listed = pools.context_of(BY_NAME["int8"], pool, pool), np.array([2, 1], np.int32)
-    contexts = Contexts(listed, np.array([0, 2]), np.array([4]), np.array([0, 1]), page_size=2, blocks=3)
+    starts, kvstarts = np.array([0, 2]), np.array([0, 4])
+    contexts = Contexts(listed, starts, np.array([4]), np.array([0, 1]), 2, blocks=3, kvstarts=kvstarts)
     steps = contexts.steps(context.pages, 0)
     assert steps.table.tolist() == [2**41, 2**40]

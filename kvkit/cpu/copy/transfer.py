@@ -6,7 +6,6 @@ and in the tokens of a sequence that they copy.
 
 import functools
 
-import numpy as np
 from numba import types
 
 from kvkit.checks.values import packed_strides
@@ -21,13 +20,23 @@ from kvkit.runtime.repeats import Single
 # Tokens of keys, and then of values, that are copied in turn; a store computes their scales together.
 BLOCKS = {LOAD: 1, STORE: 8}
 SMALL_BYTES = 128 * 1024  # one thread finishes fewer before a second one is awake
-SIDE_BYTES = COPY_SIDE.dtype.itemsize
 STREAM_BYTES = 64 * 2**20  # larger outputs use non-temporal stores, because they stay in no cache
 
 PARAMS = Record(
     "rows_code chunks items workers block heads repeat dim",
-    "sides starts first batch table table_row page_size",
-)
+    "starts first batch table table_row page_size",
+    keys=COPY_SIDE, values=COPY_SIDE,
+)  # fmt: skip
+SIDES, SIDE_BYTES = 8 * PARAMS.at["keys.packed"], COPY_SIDE.dtype.itemsize
+SIDE_FIELDS = [f"{side}.{field}" for side in ("keys", "values") for field in COPY_SIDE.names]
+OWNERS = {  # the array that an address points into, by its index in the params
+    direction: {PARAMS.at[f"{side}.packed"]: name for side, name in names.items()}
+    | {PARAMS.at[f"{side}.{name}"]: name for side in names for name in ("cache", "scale")}
+    for direction, names in (
+        (STORE, {"keys": "current_key", "values": "current_value"}),
+        (LOAD, {"keys": "key", "values": "value"}),
+    )
+}  # fmt: skip
 
 get = memory.load(types.int64)
 record, integers = memory.record(PARAMS), memory.integers
@@ -37,7 +46,7 @@ def copy_tokens(worker, params_at):
     """Copy the packed tokens of each sequence, whose positions begin at `first`, to or from their cache rows.
 
     With `block` 0, keys and values are separate work items. If they are neighbours in the cache, one item
-    copies both, `block` tokens of each in turn. `sides` are the `COPY_SIDE` of keys and of values.
+    copies both, `block` tokens of each in turn.
     """
     params = record(params_at)
     starts, first = integers(params.starts), integers(params.first)
@@ -57,7 +66,9 @@ def copy_tokens(worker, params_at):
             run = min(min(end, starts[sequence + 1]) - token, rest_of_page(position, params.page_size))
             run = min(run, block) if block else run
             for kv in range(side, 2 if block else side + 1):
-                place = copy_side_at(params.sides + SIDE_BYTES * kv)  # packed_sequence: see `packed_strides`
+                place = copy_side_at(
+                    params_at + SIDES + SIDE_BYTES * kv
+                )  # packed_sequence: see `packed_strides`
                 call_rows(
                     params.rows_code,
                     packed=place.packed + sequence * place.packed_sequence + token * place.packed_token,
@@ -70,17 +81,6 @@ def copy_tokens(worker, params_at):
                 )  # fmt: skip
             token += run
         item += params.workers
-
-
-@functools.cache
-def owners_of(direction, scaled):
-    """Return {index of an address in the launch's sides: name of the argument that it belongs to}."""
-    owners: dict[int, str] = {}
-    names = ("current_key", "current_value") if direction == STORE else ("key", "value")
-    for kv, name in enumerate(names):
-        fields = {"packed": name, "cache": "cache"} | ({"scale": "scale"} if scaled else {})
-        owners |= {kv * len(COPY_SIDE.names) + COPY_SIDE.at[field]: owner for field, owner in fields.items()}
-    return owners
 
 
 def prepare_transfer(direction, key, value, cache, steps, repeat=1):
@@ -100,17 +100,9 @@ def prepare_transfer(direction, key, value, cache, steps, repeat=1):
     groups = panels.groups_in_panel(cache.group, dim // cache.group) if is_store and codes else 0
     formats = cache.data_dtype, cache.cache_format, cache.scale_format
     rows_code = rows(direction, *formats, cache.group, groups, stream).address
-    records = []  # of keys, then of values
-    for array, side in zip((key, value), cache.sides, strict=True):
-        sequence, token, head = packed_strides(array)
-        records.append(COPY_SIDE.filled({
-            "packed": array, "packed_sequence": sequence, "packed_token": token, "packed_head": head,
-            "cache": side.address, "cache_sequence": side.sequence,
-            "cache_row": side.row, "cache_head": side.head,
-            "scale": side.scales, "scale_sequence": side.scale_sequence, "scale_row": side.scale_row,
-            "scale_head": side.scale_head,
-        }))  # fmt: skip
-    sides, (keys, values) = np.concatenate(records), cache.sides
+    keys, values = cache.sides
+    # The fields of a `Side` are those of a `COPY_SIDE` from `cache` on.
+    sides = address(key), *packed_strides(key), *keys, address(value), *packed_strides(value), *values
     together = abs(values.address - keys.address) <= abs(keys.row)  # a token's key and value are neighbours
     block = BLOCKS[direction] if together else 0
     chunks = threads() if moved >= SMALL_BYTES else 1
@@ -118,16 +110,14 @@ def prepare_transfer(direction, key, value, cache, steps, repeat=1):
     workers = items if chunks > 1 else 1
     params = PARAMS.filled({
         "rows_code": rows_code, "chunks": chunks, "items": items, "workers": workers, "block": block,
-        "heads": heads, "repeat": repeat, "dim": dim, "sides": sides,
+        "heads": heads, "repeat": repeat, "dim": dim, **dict(zip(SIDE_FIELDS, sides, strict=True)),
         "starts": starts, "first": first, "batch": len(first),
         "table": steps.table, "table_row": steps.table.strides[0], "page_size": steps.page_size,
     })  # fmt: skip
     code = kernel_code(copy_tokens)
     run = functools.partial(run_workers, code, workers, address(params))
-    return Launch(
-        sides, owners_of(direction, bool(cache.scale_format)), run, (params, starts, first, steps.table),
-        single=functools.partial(Single, code.address, address(params)) if moved < SMALL_BYTES else None,
-    )  # fmt: skip
+    single = functools.partial(Single, code.address, address(params)) if moved < SMALL_BYTES else None
+    return Launch(params, OWNERS[direction], run, (starts, first, steps.table), single=single)
 
 
 def aligned(array):
