@@ -223,7 +223,8 @@ class HelperCompiler(compiler.Compiler):
         flags: Any,
         locals: Any,
     ) -> None:
-        flags.no_compile = True
+        flags.no_compile = flags.no_cpython_wrapper = True
+        flags.no_cfunc_wrapper = self.library_class is HelperLibrary  # kernels are called by its address
         library = self.library_class(targetctx.codegen(), "kvkit")
         library.enable_object_caching()
         super().__init__(CachingContext(typingctx), targetctx, library, args, return_type, flags, locals)

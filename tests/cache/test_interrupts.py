@@ -20,6 +20,7 @@ from kvkit.runtime import arrays, repeats
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files left open
 ROOT = os.path.dirname(kvkit.__file__)
 REFUSAL = "interrupted call"
+SOME = 6  # lines of a call that are tried; tests marked `slow` try all of them
 
 
 def mixed():
@@ -140,16 +141,15 @@ def outcome_or_refusal(cache):
         return str(refusal)
 
 
-def interrupted(call, cache, line, error):
-    """Raise an error at a line of kvkit's code that a call comes to; return whether the call came so far."""
-    left, raised = line, False
+def interrupted(call, cache, line=0, error=None):
+    """Raise an error at a line of kvkit's code, if a call comes so far; return the lines that it came to."""
+    lines = 0
 
     def at_line(frame, event, argument):
-        nonlocal left, raised
+        nonlocal lines
         if event == "line":
-            left -= 1
-            if left == 0:
-                raised = True
+            lines += 1
+            if lines == line:
                 raise error
         return at_line
 
@@ -157,7 +157,7 @@ def interrupted(call, cache, line, error):
     sys.settrace(lambda frame, event, argument: at_line if in_package(frame) else None)
     try:
         call(cache)
-    except (error, ReadError):
+    except (KeyboardInterrupt, MemoryError, ReadError):
         pass
     finally:
         sys.settrace(before)
@@ -165,7 +165,14 @@ def interrupted(call, cache, line, error):
         for lock in locks:
             while lock.is_owned():  # a trace can raise between the end of a block and its lock's release
                 lock.release()
-    return raised
+    return lines
+
+
+def lines_to_try(call, cache, most, first):
+    """Return at most `most` line numbers of a call, in equal distances; all lines of the call for None."""
+    lines = interrupted(call, cache)
+    stride = -(-lines // most) if most else 1
+    return range(1 + first % stride, lines + 1, stride)
 
 
 def in_package(frame):
@@ -190,15 +197,15 @@ def legal(kind, call):
     return unchanged(kind), outcome(after)
 
 
-def check_lines(kind, call, files, error, first, stride):
-    """Raise at every line from `first` on, in strides; return how often the cache was old, new or refused."""
+def check_lines(kind, call, files, error, most=None, first=0):
+    """Raise at lines of a call; return how often the cache was old, new or refused."""
     outcomes = legal(kind, call)
     if outcomes is None or (call == "update" and kind == "mixed"):  # an update is of one layer
         pytest.skip("refused")
     counts = {"old": 0, "new": 0, "refused": 0}
-    for line in itertools.count(first, stride):
+    for line in lines_to_try(CALLS[call], filled(kind, files), most, first):
         cache = filled(kind, files)
-        if not interrupted(CALLS[call], cache, line, error):
+        if interrupted(CALLS[call], cache, line, error) < line:
             break
         found = outcome_or_refusal(cache)
         if isinstance(found, str):
@@ -243,7 +250,7 @@ EVERY = [*KINDS, "mixed"]
 def test_an_error_at_some_lines_of_a_call(kind, call):
     number = EVERY.index(kind) + 3 * list(CALLS).index(call)
     error = (KeyboardInterrupt, MemoryError)[number % 2]
-    check_lines(kind, call, number % 3 == 0, error, 1 + number % 61, 61)
+    check_lines(kind, call, number % 3 == 0, error, SOME, 61 * number)
 
 
 @pytest.mark.slow
@@ -252,10 +259,10 @@ def test_an_error_at_some_lines_of_a_call(kind, call):
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kind", EVERY)
 def test_an_error_at_every_line_of_a_call(kind, call, files, error):
-    check_lines(kind, call, files, error, 1, 1)
+    check_lines(kind, call, files, error)
 
 
-def check_reads(kind, call, files, error, first, stride):
+def check_reads(kind, call, files, error, most=None, first=0):
     """Raise at lines of a call that only reads; the cache is as before, and never refused."""
     try:
         READS[call](filled(kind, False))
@@ -264,9 +271,9 @@ def check_reads(kind, call, files, error, first, stride):
     except ReadError:
         pass
     expected = outcome(filled(kind, False))
-    for line in itertools.count(first, stride):
+    for line in lines_to_try(READS[call], filled(kind, files), most, first):
         cache = filled(kind, files)
-        if not interrupted(READS[call], cache, line, error):
+        if interrupted(READS[call], cache, line, error) < line:
             break
         assert outcome(cache) == expected, line
         if files:
@@ -278,14 +285,14 @@ def check_reads(kind, call, files, error, first, stride):
 def test_an_error_at_some_lines_of_a_call_that_reads(kind, call):
     number = EVERY.index(kind) + 3 * list(READS).index(call)
     error = (KeyboardInterrupt, MemoryError)[number % 2]
-    check_reads(kind, call, number % 3 == 0, error, 1 + number % 23, 23)
+    check_reads(kind, call, number % 3 == 0, error, SOME, 23 * number)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("call", READS)
 @pytest.mark.parametrize("kind", EVERY)
 def test_an_error_at_every_line_of_a_call_that_reads(kind, call):
-    check_reads(kind, call, False, KeyboardInterrupt, 1, 1)
+    check_reads(kind, call, False, KeyboardInterrupt)
 
 
 class Failing:

@@ -17,7 +17,7 @@ from folder_scenes import full_disk
 
 from kvkit import files, formats, tools
 from kvkit.errors import KvkitError
-from kvkit.tools.studies import measures
+from kvkit.tools.studies import measures, plots
 from kvkit.tools.studies.report import markdown
 from kvkit_cli.main import main
 
@@ -238,6 +238,8 @@ KILLED = """
 import os, sys
 import numpy as np
 from kvkit import tools
+from kvkit.tools.studies import plots
+plots.pictures_and_prints = lambda study, page: ({"pareto": "<svg/>"}, {"pareto.png": b""})
 keys = np.ones((1, 8, 2, 64), np.float16)
 found = tools.study({"key": keys, "value": keys}, sys.argv[3])
 names, replace = [], os.replace
@@ -251,7 +253,15 @@ found.save(sys.argv[1])
 """
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Let reports have a picture that takes no time."""
+    picture = {"pareto": "<svg/>"}, {"pareto.png": b""}
+    monkeypatch.setattr(plots, "pictures_and_prints", lambda study, page: picture)
+
+
 @pytest.mark.skipif(os.name != "posix", reason="there is no SIGKILL")
+@pytest.mark.usefixtures("undrawn")
 def test_a_killed_report_is_not_beside_figures_of_another(arrays, tmp_path):
     """Old or new, or figures alone."""
     found = tools.study(arrays, "fp8")
@@ -263,6 +273,7 @@ def test_a_killed_report_is_not_beside_figures_of_another(arrays, tmp_path):
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_report_on_a_full_disk_keeps_the_old_one(arrays, tmp_path, monkeypatch):
     tools.study(arrays, "fp8").save(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

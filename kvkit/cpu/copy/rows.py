@@ -66,7 +66,7 @@ def rows(
     else:
         transfer = quantized_panels(*formats, group, groups)
     key = direction, *formats, group, groups, stream, plain
-    return callback(transfer, SIGNATURE, (*key, machine.has_integers()))
+    return callback(transfer, SIGNATURE, (*key, machine.has_integers()), control=True)  # panels are vectors
 
 
 def row_by_row(row):
@@ -77,15 +77,16 @@ def row_by_row(row):
         packed, packed_token, packed_head, cache, cache_token, cache_head,
         scale, scale_token, scale_head, tokens, heads, repeat, dim,
     ):  # fmt: skip
-        for token in range(tokens):
-            for head in range(heads):
-                for copy in range(repeat):
-                    row(
-                        packed + token * packed_token + (head * repeat + copy) * packed_head,
-                        cache + token * cache_token + head * cache_head,
-                        scale + token * scale_token + head * scale_head,
-                        dim,
-                    )
+        while tokens > 0:
+            packed_at, cache_at, scale_at, head = packed, cache, scale, heads
+            while head > 0:
+                copy = repeat
+                while copy > 0:
+                    row(packed_at, cache_at, scale_at, dim)
+                    packed_at, copy = packed_at + packed_head, copy - 1
+                cache_at, scale_at, head = cache_at + cache_head, scale_at + scale_head, head - 1
+            packed, cache, scale = packed + packed_token, cache + cache_token, scale + scale_token
+            tokens -= 1
 
     return transfer
 
@@ -99,14 +100,16 @@ def moved_row(direction, data_dtype, cache_format, stream, plain):
         get, put = memory.read(source), memory.write(target)
     panel, stores = panels.move(source, target, stream), direction == STORE
     source_bytes, target_bytes = BY_NAME[source].bytes(1), BY_NAME[target].bytes(1)
+    panel_source, panel_target = source_bytes * LANES, target_bytes * LANES
 
     def row(packed, cache, scale, dim):
         source, target = (packed, cache) if stores else (cache, packed)
-        whole = 0 if plain else dim // LANES * LANES
-        for i in range(0, whole, LANES):
-            panel(source + i * source_bytes, target + i * target_bytes)
-        for i in range(whole, dim):
-            put(target + i * target_bytes, get(source + i * source_bytes))
+        while dim >= LANES and not plain:
+            panel(source, target)
+            source, target, dim = source + panel_source, target + panel_target, dim - LANES
+        while dim > 0:
+            put(target, get(source))
+            source, target, dim = source + source_bytes, target + target_bytes, dim - 1
 
     return row
 
@@ -132,14 +135,19 @@ def dequantized_row(data_dtype, cache_format, scale_format, group, product, stre
 
     element = helper(element)
 
+    step = max(group, LANES)  # elements that have whole scales, or one scale
+    scale_step = step // group * scale_bytes if group else 0
+
     def row(packed, cache, scale, dim):
         whole, shared = 0, group if group else dim  # elements that vectors move, and that share a scale
         if vector:
-            whole = dim // LANES * LANES
-            for i in range(0, whole, LANES):
-                panel(
-                    cache + i * code_bits // 8, scale + i // shared * scale_bytes, packed + i * packed_bytes
-                )
+            codes, scales, target, whole = cache, scale, packed, dim // step * step
+            end = packed + whole * packed_bytes
+            while target < end:
+                for i in range(0, step, LANES):
+                    panel(codes + i * code_bits // 8, scales, target + i * packed_bytes)
+                codes, scales = codes + step * code_bits // 8, scales + scale_step
+                target += step * packed_bytes
         for i in range(whole, dim):
             element(packed, cache, get_scale(scale + i // shared * scale_bytes), i)
 
