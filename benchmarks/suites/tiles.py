@@ -135,16 +135,16 @@ def rows(heads):
     return prepare
 
 
-def decode(num_kv_heads, place, number, page=attention.PAGE):
-    """Prepare a step of decoding of bfloat16 beside a read, the same without tiles, and torch."""
+def decode(num_kv_heads, place, number, page=attention.PAGE, kind="bfloat16"):
+    """Prepare a step of decoding beside a read, the same without tiles, and torch."""
 
     def prepare():
         task = problem(B, 1, PAST, num_kv_heads)
-        run, beside = attention.from_cache(task, "bfloat16", place, number, page)
+        run, beside = attention.from_cache(task, kind, place, number, page)
         forms = ("enable_gqa", "folded")
-        torch = task.peer(other_libraries.torch_peer, ("bfloat16",), forms)
+        torch = task.peer(other_libraries.torch_peer, (kind,), forms)
         beside = {"read": beside["read"], "pairs": without_tiles(run)}
-        return attention.work(task, run, "bfloat16", beside, {"torch": torch})
+        return attention.work(task, run, kind, beside, {"torch": torch})
 
     return prepare
 
@@ -173,4 +173,5 @@ CASES = [
         for heads in (8, 4, 2)
         for name, (goal, *place) in PLACES.items()
     ),
+    Case("decode 16 rows of float16, layout 3", decode(2, "offsets", 3, kind="float16"), {"read": 0.95}),
 ]  # fmt: skip

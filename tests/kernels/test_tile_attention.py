@@ -157,6 +157,25 @@ CASES |= {
     "float16, splits": lambda rng: static(rng, FP16, 1300, 12, 1, dim=32, is_causal=False),
     "float16 in pages": lambda rng: dynamic_cache(rng, FP16, LENGTHS, layout=3, page_size=3),
     "float16, large scores": lambda rng: static(rng, FP16, 9, 60, softmax_scale=30.0),
+    **{
+        f"float16, {rows} rows of {dim}": lambda rng, rows=rows, dim=dim: static(
+            rng, FP16, 69, 1, 1, 2 * rows, 2, dim=dim
+        )
+        for rows, dim in ((8, 128), (9, 64), (16, 160))
+    },
+    "float16, few rows, window": lambda rng: dynamic(rng, FP16, FEW, 16, 1, window=(21, 0)),
+    "float16, few rows, softcap and sinks": lambda rng: static(
+        rng, FP16, 50, 1, 1, 32, 2, dim=32, softcap=3.0, sinks=rng.standard_normal(32).astype(np.float32)
+    ),
+    "float16, few rows, mask": lambda rng: masked(
+        rng, static(rng, FP16, 60, 4, 1, 8, 2, is_causal=False), "float16"
+    ),
+    "float16, few rows, splits": lambda rng: static(rng, FP16, 1400, 1, 2, 16, 1, dim=32),
+    "float16, few rows in pages": lambda rng: dynamic_cache(rng, FP16, FEW, 16, 2, layout=3, page_size=3),
+    "float16, few rows of many heads, interleaved": lambda rng: dynamic_cache(
+        rng, FP16, FEW, 48, 3, dim=256, layout=0
+    ),
+    "float16, few rows, large scores": lambda rng: static(rng, FP16, 60, 1, 1, 16, 1, softmax_scale=30.0),
 }
 
 
@@ -201,19 +220,15 @@ def test_narrow_tiles_are_used_where_they_fit(form, rng, monkeypatch):
     used = []
     engine = prepare.narrow_tiles.engine
     monkeypatch.setattr(prepare.narrow_tiles, "engine", lambda *given: used.append(given) or engine(*given))
-    for dim, rows, expected in (
-        (64, 4, []),
-        (64, 5, [8]),
-        (64, 8, [8]),
-        (96, 9, [16]),
-        (48, 8, []),
-        (64, 2, []),
-        (64, 17, []),
-    ):
+    both = (BF16, tile_products.BFLOAT16), (FP16, tile_products.FLOAT16)
+    for (formats, terms), (dim, rows, *expected) in itertools.product(both, (
+        (64, 4, [], []), (64, 5, [8], []), (64, 8, [8], []), (96, 9, [16], [16]), (48, 8, [], []),
+        (48, 16, [], []), (64, 2, [], []), (64, 17, [], []),
+    )):  # fmt: skip
         prepare.engines.cache_clear()
         use_tiles(monkeypatch, form)
-        static(rng, BF16, 40, 1, 1, rows, 1, dim=dim).run()
-        assert used == [(rows, form == machine.MEMORY) for rows in expected]
+        static(rng, formats, 40, 1, 1, rows, 1, dim=dim).run()
+        assert used == [(rows, form == machine.MEMORY, terms) for rows in expected[formats is FP16]]
         used.clear()
 
 
@@ -227,10 +242,19 @@ def test_narrow_tiles_are_used_where_they_fit(form, rng, monkeypatch):
 @forms
 def test_latent_rows(form, kind, heads, rng, monkeypatch):
     """Against the same call without tiles."""
-    rows = rng.standard_normal((12, 16, 576)).astype(ml_dtypes.bfloat16)
+    check_latent_rows(form, kind, heads, ml_dtypes.bfloat16, rng, monkeypatch)
+
+
+@forms
+def test_latent_rows_of_float16(form, rng, monkeypatch):
+    check_latent_rows(form, "one pool", 16, np.float16, rng, monkeypatch)
+
+
+def check_latent_rows(form, kind, heads, dtype, rng, monkeypatch):
+    rows = rng.standard_normal((12, 16, 576)).astype(dtype)
     pool, _ = latent_scenes.pools(rows, kind)
     dim = 512 if kind == "ds_v4" else 576
-    query = rng.standard_normal((4, heads, dim)).astype(ml_dtypes.bfloat16)
+    query = rng.standard_normal((4, heads, dim)).astype(dtype)
     tables = rng.permutation(12).reshape(2, 6)
     found = []
     for engines in form, None:
@@ -310,8 +334,8 @@ def test_no_row_is_read_behind_a_cache(form, rng, monkeypatch):
 @forms
 def test_hidden_keys_and_values_of_few_rows_do_not_matter(form, poison, rng, monkeypatch):
     use_tiles(monkeypatch, form)
-    for rows in (8, 16):
-        call = static(rng, BF16, 89, 1, 1, rows, 1, dim=32)
+    for rows, formats in (8, BF16), (16, BF16), (16, FP16):
+        call = static(rng, formats, 89, 1, 1, rows, 1, dim=32)
         seen = np.ones((1, 90), bool)
         seen[:, [3, 40, 77]] = False
         for name in "key", "value":
@@ -325,11 +349,12 @@ def test_every_nan_of_float16_is_seen(form, rng, monkeypatch):
     """Also one whose bits overflow where term 0 is rounded."""
     use_tiles(monkeypatch, form)
     for name, sign in itertools.product(("key", "value"), (0, 0x8000)):
-        call = static(rng, FP16, 0, 40, 1, 1, 1, dim=32)
-        call[name][0, 5, 0, 2:3].view(np.uint16)[:] = 0x7FFF | sign
-        output = call.run().astype(np.float32)[0]
-        assert np.isfinite(output[:5]).all()
-        assert np.isnan(output[5:, 0, 2]).all()
+        for past, new, heads in (0, 40, 1), (39, 1, 16):
+            call = static(rng, FP16, past, new, 1, heads, 1, dim=32)
+            call[name][0, 5, 0, 2:3].view(np.uint16)[:] = 0x7FFF | sign
+            output = call.run().astype(np.float32)[0]
+            assert np.isfinite(output[: 5 - past]).all()
+            assert np.isnan(output[max(5 - past, 0) :, 0, 2]).all()
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf], ids=str)

@@ -102,7 +102,7 @@ class KernelForm(NamedTuple):
     pairs: bool  # whether wide tiles use the engine of bfloat16 pairs: bfloat16 holds all keys and values
     width: int | None  # elements that integer products multiply at a time; None without them
     tiles: str | None  # what multiplies wide tiles, instead of pairs (see `machine.tiles`)
-    narrow_tiles: str | None  # what multiplies tiles of 8 and 16 query rows; None without them
+    narrow_tiles: str | None  # what multiplies tiles of 8 or 16 query rows; None without them
 
 
 def prepare_attention(query, out, lse, context, steps, decoding, weights, key_weights=None):
@@ -298,9 +298,11 @@ def chosen_form(*, as_loaded, integers, pairs, tiles, **given):
     fits = not coded and all(0 < BY_NAME[side].significant <= most for side in form.cache_formats)
     may_pair, pairs = pairs, bool(decoder.to_bfloat16) if decoder else rounds or fits
     pairs = pairs and form.data == "bfloat16" and may_pair
-    in_tiles = pairs and not (widens or decoder) and narrow_tiles.fits(form.cache_formats, dims)
+    split = terms(form)
+    in_order = pairs and not decoder and all(as_is(form, i) for i in range(2))
+    in_tiles = not widens and (in_order or (may_pair and split == tile_products.FLOAT16))
     whole = all(padded(dim) % tile_products.STEP == 0 for dim in dims)
-    in_wide_tiles = may_pair and whole and (pairs or terms(form) != tile_products.BFLOAT16)
+    in_wide_tiles = may_pair and whole and (pairs or split != tile_products.BFLOAT16)
     return form._replace(
         rounds=rounds, exact=exact, widens=widens, pairs=pairs, width=width,
         tiles=tiles if in_wide_tiles else None, narrow_tiles=tiles if in_tiles else None,
@@ -334,12 +336,13 @@ def fixed_fields(form, distances):
     if not (form.widens or form.width):
         one_side = form.cache_formats[0], form.scale, form.group, form.dim
         orders = decoder.orders if decoder else narrow.orders(*one_side)
+    in_tiles = narrow_tiles.ROWS[terms(form)] if form.narrow_tiles else ()
     leads = []  # how many tokens before its product a tile prefetches a row of the cache
     for rows in ENGINE_ROWS:
         distance = distances.of_rows(rows)
         if decoder or form.widens or rows == WIDE:
             leads.append(0)
-        elif form.interleaved or (form.narrow_tiles and rows in narrow_tiles.ROWS):
+        elif form.interleaved or rows in in_tiles:
             leads.append(block)  # all steps of a block prefetch rows of the next one
         else:
             leads.append(min(max(distance.bytes // max(*size, 1), LEAST_LEAD), distance.tokens))
@@ -350,7 +353,7 @@ def fixed_fields(form, distances):
         decoder.to_float if decoder else rows_code(direction, target, side, *scales).address
         for side in form.cache_formats
     ]
-    most_narrow = narrow_tiles.ROWS[-1] if form.narrow_tiles else NARROW  # rows of a narrow tile
+    most_narrow = in_tiles[-1] if in_tiles else NARROW  # rows of a narrow tile
     return dict.fromkeys(LATE_FIELDS, 0) | workspace_fields(form, most_narrow, block, max(leads)) | {
         "heads": form.heads, "heads_interleaved": form.interleaved,
         "scale_bytes": scale_bytes,
@@ -358,7 +361,7 @@ def fixed_fields(form, distances):
         "widens": form.widens, "rounds": form.rounds, "integers": form.width is not None,
         "pairs": form.pairs or form.tiles is not None,
         "most_narrow": most_narrow,
-        "least_in_tiles": narrow_tiles.ROWS[0] if form.narrow_tiles else prefetching.NEVER,
+        "least_in_tiles": in_tiles[0] if in_tiles else prefetching.NEVER,
         "most_value": MOST_VALUE.get(form.data, 0),
         "keys.dim": form.dim, "keys.padded_dim": padded(form.dim),
         "values.dim": form.value_dim, "values.padded_dim": padded(form.value_dim),
@@ -422,8 +425,8 @@ def engines(form, tiles, distances, several):
             chosen[kind] = wide.engine()
         elif form.decoder and form.decoder.engine:
             chosen[kind] = form.decoder.engine(rows)
-        elif form.narrow_tiles and rows in narrow_tiles.ROWS:
-            chosen[kind] = narrow_tiles.engine(rows, form.narrow_tiles == machine.MEMORY)
+        elif form.narrow_tiles and rows in narrow_tiles.ROWS[terms(form)]:
+            chosen[kind] = narrow_tiles.engine(rows, form.narrow_tiles == machine.MEMORY, terms(form))
         elif form.width:
             chosen[kind] = integer_engine.engine(rows, near, stored, (*scales, form.width))
         elif form.widens:

@@ -5,9 +5,9 @@
     tile groups                  [tiles 0, 1, 2] [tiles 3, 4, 5] ..                   up to `group_tiles`
     splits of the context        [positions 0..511] [positions 512..1023] ..          of `split_tokens`
 
-A work item is one tile group with one split. Up to 8 query rows, or 16 of bfloat16 on processors with tiles
-(AMX), are one narrow tile, which is a group by itself; if heads are interleaved, the narrow tiles of all
-heads are a group. `params.group` is the number of query heads that share a key head.
+A work item is one tile group with one split. Up to 8 query rows, or 16 of 16-bit floats on processors with
+tiles (AMX), are one narrow tile, which is a group by itself; if heads are interleaved, the narrow tiles of
+all heads are a group. `params.group` is the number of query heads that share a key head.
 """
 
 from numba import types

@@ -1,11 +1,13 @@
-"""Products and softmax of 8 or 16 query rows over bfloat16 by tiles (AMX); keys are read where they lie.
+"""Products and softmax of 8 or 16 query rows by tiles (AMX), over bfloat16 or float16.
 
     S = scale K Q^T            [16 tokens, rows]      A: rows of keys, B: pairs of query elements
     m' = max(m, max S)         P = e^(S - m')         [rows, 32 tokens], transposed in registers
     O = O e^(m - m') + P V     [rows, 16 elements]    A: weights, B: values of two tokens, interleaved
 
-An old m stays until a new one is LAZY larger, in powers of 2, so that O is rarely rescaled. Elements of O lie
-in the order of `pairs.interleave`. Of eight tiles, 0 has scores, 1 queries, 2 keys or values, 3 weights, and
+An old m stays until a new one is LAZY larger, in powers of 2, so that O is rarely rescaled. Keys of bfloat16
+are read where they lie, and elements of O lie in the order of `pairs.interleave`. Keys and values of float16
+are split into two terms of bfloat16 each (see `tile_products`); pairs of keys and queries are the elements j
+and j + 16 of 32, and O is in order. Of eight tiles, 0 has scores, 1 queries, 2 keys or values, 3 weights, and
 4 to 7 have O; all but tile 2 have a side of `rows`.
 
 Memory is busy all the time only if prefetches are spread over all steps: of 16
@@ -36,7 +38,7 @@ from kvkit.cpu.simd.lanes import (
     write,
 )
 from kvkit.cpu.simd.pairs import Bfloat, interleave
-from kvkit.cpu.simd.tile_products import LAZY, LN2, LOG2E, STEP, power_of_two
+from kvkit.cpu.simd.tile_products import LAZY, LN2, LOG2E, STEP, pair_terms, power_of_two, read_floats
 from kvkit.cpu.simd.tiles import ROW, ROWS, Shape, Tiles
 
 HALF = ROWS // 2  # of 16 tokens, for a step to prefetch
@@ -50,9 +52,12 @@ def shape_for(rows):
 
 
 @functools.cache
-def kernels(rows, in_memory):
-    """Return the micro-kernels for 8 or 16 query rows, by name."""
-    steps = arrangement(rows), *products(rows, in_memory), softmax(rows), pair_values, *state(rows, in_memory)
+def kernels(rows, in_memory, terms):
+    """Return the micro-kernels for 8 or 16 query rows over numbers of some terms, by name."""
+    steps = (
+        arrangement(rows, terms), *products(rows, in_memory, terms), softmax(rows, terms),
+        interleaving(terms), *state(rows, in_memory),
+    )  # fmt: skip
     names = "pair_queries", "scores", "sums", "softmax", "pair_values", "open", "close"
     return SimpleNamespace(**dict(zip(names, steps, strict=True)))
 
@@ -71,40 +76,48 @@ def state(rows, in_memory):
     return open_tiles, close_tiles
 
 
-def arrangement(rows):
+def arrangement(rows, terms):
     """Return the micro-kernel that arranges queries."""
 
     @micro_kernel
     def pair_queries(b, source, dim, target):
-        """Convert queries [dim / 16, row, 16] of float32 to pairs of bfloat16 [dim / 2, row, 2], exactly."""
+        """Convert queries [dim / 16, row, 16] of float32 to pairs of bfloat16 [term, dim / 2, row, 2]."""
         with loop(b, dim, STEP) as i:
             at, to = (b.add(base, b.mul(i, I64(size * rows))) for base, size in ((source, 4), (target, 2)))
             words = []
             for r in range(rows):
                 halves = [read(b, b.add(at, I64(64 * (half * rows + r))), F32, LANES) for half in range(2)]
-                words.append(lanes.concatenate([rounded(x) for x in halves]).as_bits())
-            words += [words[0].full(0)] * (LANES - rows)
-            for k, vector in enumerate(transposed_vectors(words)):
-                write(b, b.add(to, I64(4 * rows * k)), vector.pick(range(rows)))
+                split, both = terms.rows > 1, lanes.concatenate([rounded(x) for x in halves])
+                words.append(pair_terms(halves, terms.rows) if split else [both.as_bits()])
+            words += [[words[0][0].full(0)] * terms.rows] * (LANES - rows)
+            for term, of_rows in enumerate(zip(*words, strict=True)):
+                place = b.add(to, b.mul(dim, I64(2 * rows * term)))
+                for k, vector in enumerate(transposed_vectors(of_rows)):
+                    write(b, b.add(place, I64(4 * rows * k)), vector.pick(range(rows)))
 
     return pair_queries
 
 
-def products(rows, in_memory):
+def products(rows, in_memory, terms):
     """Return the micro-kernels of S = scale K Q^T and of O = O + P V."""
 
     @micro_kernel
     def scores(b, queries, keys, key_row, step, row_ids, ahead, count, dim, space, scale, target):
         """Compute S [token, row] of `count` tokens, up to whole 16.
 
-        16 rows whose ids are `step` apart are read where they lie, others are copied to `space` first.
-        `ahead` lists addresses of rows, of which the first 8 of each 16 are prefetched.
+        16 rows whose ids are `step` apart are read where they lie, others are copied to `space` first, and
+        terms of float16 are written there. `ahead` lists addresses of rows, of which the first 8 of each 16
+        are prefetched.
         """
         tiles = Tiles(b, shape_for(rows), in_memory)
         with loop(b, count, ROWS) as t:
             ids, later = b.add(row_ids, b.mul(t, I64(8))), b.add(ahead, b.mul(t, I64(8)))
-            copy = b.add(space, b.mul(t, b.mul(dim, I64(2))))
-            at, stride = rows_in_place(b, keys, key_row, step, ids, dim, copy)
+            stride = b.mul(dim, I64(2))
+            at = b.add(space, b.mul(t, b.mul(stride, I64(terms.rows))))
+            if terms.rows == 1:
+                at, stride = rows_in_place(b, keys, key_row, step, ids, dim, at)
+            else:
+                split_keys(b, keys, key_row, ids, dim, at)
             tiles.zero(SCORES)
 
             def add(first, vectors):
@@ -113,9 +126,18 @@ def products(rows, in_memory):
                 steps = vectors // 2
 
                 for i in range(steps):
-                    tiles.load(OPERAND, b.add(b.add(at, offset), I64(ROW * i)), stride)
-                    tiles.load(QUERIES, b.add(query, I64(ROW * rows * i)), 4 * rows)
-                    tiles.multiply(SCORES, OPERAND, QUERIES)
+                    last = None, None
+                    for terms_of in terms.products():
+                        of_key = b.mul(dim, I64(2 * ROWS * terms_of[0]))
+                        of_query = b.mul(dim, I64(2 * rows * terms_of[1]))
+                        if last[0] != terms_of[0]:
+                            place = b.add(b.add(at, of_key), b.add(offset, I64(ROW * i)))
+                            tiles.load(OPERAND, place, stride)
+                        if last[1] != terms_of[1]:
+                            place = b.add(b.add(query, of_query), I64(ROW * rows * i))
+                            tiles.load(QUERIES, place, 4 * rows)
+                        tiles.multiply(SCORES, OPERAND, QUERIES)
+                        last = terms_of
                     for k in range(HALF * i // steps, HALF * (i + 1) // steps):
                         line = b.add(lanes.row_id_at(b, later, I64(k)), offset)
                         for j in range(steps):
@@ -136,7 +158,8 @@ def products(rows, in_memory):
         Values are those of `pair_values`. The first 8 of each 16 rows `ahead` are prefetched, as there.
         """
         tiles = Tiles(b, shape_for(rows), in_memory)
-        block, listed = b.mul(dim, I64(2 * STEP)), b.icmp_signed("!=", ahead, I64(0))
+        term = b.mul(dim, I64(2 * STEP))  # bytes of 32 values
+        block, listed = b.mul(term, I64(terms.rows)), b.icmp_signed("!=", ahead, I64(0))
 
         def add(first, vectors):
             places = [b.add(target, b.add(b.mul(first, I64(4)), I64(64 * c))) for c in range(vectors)]
@@ -145,10 +168,13 @@ def products(rows, in_memory):
             with loop(b, count, STEP) as t:
                 value = b.add(b.mul(b.lshr(t, I64(5)), block), b.mul(first, I64(2 * STEP)))
                 value = b.add(pairs, value)
-                tiles.load(WEIGHTS, b.add(weights, b.mul(t, I64(2 * rows))), ROW)
+                weight = b.add(weights, b.mul(t, I64(2 * rows * terms.rows)))
+                tiles.load(WEIGHTS, weight, ROW)
                 for c in range(vectors):
-                    tiles.load(OPERAND, b.add(value, I64(1024 * c)), ROW)
-                    tiles.multiply(SUMS + c, WEIGHTS, OPERAND)
+                    for value_term in reversed(range(terms.rows)):
+                        place = b.add(value, b.mul(term, I64(value_term)))
+                        tiles.load(OPERAND, b.add(place, I64(1024 * c)), ROW)
+                        tiles.multiply(SUMS + c, WEIGHTS, OPERAND)
                     with b.if_then(listed):
                         for k in range(ROWS * c // vectors, ROWS * (c + 1) // vectors):
                             token = b.add(t, I64(k // HALF * ROWS + k % HALF))
@@ -156,12 +182,28 @@ def products(rows, in_memory):
                             later = b.add(b.add(later, shift), b.mul(first, I64(2)))
                             for line in range(0, 2 * LANES * vectors, LINE):
                                 lanes.prefetch(b, b.add(later, I64(line)))
+                if terms.rows > 1:
+                    tiles.load(WEIGHTS, b.add(weight, I64(ROW * rows)), ROW)
+                    for c in range(vectors):
+                        tiles.load(OPERAND, b.add(value, I64(1024 * c)), ROW)
+                        tiles.multiply(SUMS + c, WEIGHTS, OPERAND)
             for c, place in enumerate(places):
                 tiles.store(SUMS + c, place, row)
 
         for_chunks(b, dim, (4, 2), add)
 
     return scores, sums
+
+
+def split_keys(b, keys, key_row, row_ids, dim, target):
+    """Write 16 keys of float16 as two terms [term, 16, dim]; pairs are elements j and j + 16 of 32."""
+    with loop(b, I64(ROWS)) as k:
+        source = b.add(keys, b.mul(lanes.row_id_at(b, row_ids, k), key_row))
+        to = b.add(target, b.mul(k, b.mul(dim, I64(2))))
+        with loop(b, b.mul(dim, I64(2)), 2 * STEP) as i:
+            at = b.add(source, i)
+            for term, x in enumerate(pair_terms([read_floats(b, at, "float16", n) for n in range(2)], 2)):
+                write(b, b.add(b.add(to, i), b.mul(dim, I64(2 * ROWS * term))), x)
 
 
 def rows_in_place(b, keys, key_row, step, row_ids, dim, copy):
@@ -186,12 +228,12 @@ def rows_in_place(b, keys, key_row, step, row_ids, dim, copy):
     return b.load(place), b.load(stride)
 
 
-def softmax(rows):
+def softmax(rows, terms):
     """Return the micro-kernel of the softmax."""
 
     @micro_kernel
     def softmax(b, scores, count, m_at, l_at, sums, dim, target, ahead, shift, size):
-        """Write P as [tokens / 32][row, 32 tokens] of bfloat16; update m and l, and O if m grew much.
+        """Write P as [tokens / 32][term, row, 32 tokens] of bfloat16; update m and l, and O if m grew much.
 
         Scores are [token, row], and become -inf after `count` tokens up to whole 32. A vector has the scores
         of 16 / rows tokens; m and l have 16 lanes. The last 8 of each 16 rows at the addresses `ahead` are
@@ -224,10 +266,14 @@ def softmax(rows):
                     row = b.add(lanes.row_id_at(b, ahead, b.add(t, I64(HALF + k))), shift)
                     with loop(b, size, LINE) as j:
                         lanes.prefetch(b, b.add(row, j))
-            to = b.add(target, b.mul(b.and_(t, I64(-STEP)), I64(2 * rows)))
+            to = b.add(target, b.mul(b.and_(t, I64(-STEP)), I64(2 * rows * terms.rows)))
             to = b.add(to, b.mul(b.and_(t, I64(ROWS)), I64(2)))
             for r, x in enumerate(by_row(weights)):
-                write(b, b.add(to, I64(ROW * r)), rounded(x))
+                first = rounded(x)
+                write(b, b.add(to, I64(ROW * r)), first)
+                if terms.rows > 1:
+                    rest = x - lanes.widen(first, "bfloat16")
+                    write(b, b.add(to, I64(ROW * (rows + r))), rounded(rest))
         write(b, l_at, total[0])
 
     def new_maximum(b, scores, whole, old):
@@ -247,42 +293,61 @@ def softmax(rows):
     return softmax
 
 
-@micro_kernel
-def pair_values(b, values, value_row, row_ids, ahead, shift, count, dim, target):
-    """Interleave values of two tokens: [tokens / 32][dim / 16][16 pairs of tokens, 16 elements, 2].
+def interleaving(terms):
+    """Return the micro-kernel that interleaves values."""
 
-    After `count` tokens values are 0, up to whole 32. The last 8 of each 16 rows at the addresses `ahead`,
-    after adding `shift`, are prefetched.
-    """
-    block = b.mul(dim, I64(2 * STEP))
+    @micro_kernel
+    def pair_values(b, values, value_row, row_ids, ahead, shift, count, dim, target):
+        """Interleave values of two tokens: [tokens / 32][term, dim / 16][16 pairs of tokens, 16 elements, 2].
 
-    def pair(k, tokens):
-        """Write pair k, which has so many tokens; the others are zeros."""
-        first = b.mul(k, I64(2))
-        to = b.add(b.mul(b.lshr(k, I64(4)), block), b.mul(b.and_(k, I64(15)), I64(ROW)))
-        to, row = b.add(target, to), []
-        for token in range(tokens):
-            number = lanes.row_id_at(b, row_ids, b.add(first, I64(token)))
-            row.append(b.add(values, b.mul(number, value_row)))
-        if tokens == 2:
-            token = b.add(b.mul(b.lshr(k, I64(3)), I64(ROWS)), b.add(b.and_(k, I64(HALF - 1)), I64(HALF)))
-            later = b.add(shift, lanes.row_id_at(b, ahead, token))
-            with loop(b, b.mul(dim, I64(2)), LINE) as i:
-                lanes.prefetch(b, b.add(later, i))
-        with loop(b, dim, STEP) as i:
-            parts = [read(b, b.add(at, b.mul(i, I64(2))), I16, STEP) for at in row]
-            parts += [Lanes(b, ir.Constant(ir.VectorType(I16, STEP), [0] * STEP))] * (2 - tokens)
-            for half, vector in enumerate(interleave(*parts)):
-                write(b, b.add(b.add(to, b.mul(i, I64(2 * STEP))), I64(1024 * half)), vector)
+        After `count` tokens values are 0, up to whole 32. The last 8 of each 16 rows at the addresses
+        `ahead`, after adding `shift`, are prefetched.
+        """
+        term_bytes = b.mul(dim, I64(2 * STEP))
+        block = b.mul(term_bytes, I64(terms.rows))
 
-    pairs, odd = b.lshr(count, I64(1)), b.and_(count, I64(1))
-    with loop(b, pairs) as k:
-        pair(k, 2)
-    with b.if_then(b.icmp_signed("!=", odd, I64(0))):
-        pair(pairs, 1)
-    done = b.add(pairs, odd)
-    with loop(b, b.and_(b.neg(done), I64(ROWS - 1))) as k:
-        pair(b.add(done, k), 0)
+        def pair(k, tokens):
+            """Write pair k, which has so many tokens; the others are zeros."""
+            first = b.mul(k, I64(2))
+            to = b.add(b.mul(b.lshr(k, I64(4)), block), b.mul(b.and_(k, I64(15)), I64(ROW)))
+            to, row = b.add(target, to), []
+            for token in range(tokens):
+                number = lanes.row_id_at(b, row_ids, b.add(first, I64(token)))
+                row.append(b.add(values, b.mul(number, value_row)))
+            if tokens == 2:
+                token = b.add(b.mul(b.lshr(k, I64(3)), I64(ROWS)), b.add(b.and_(k, I64(HALF - 1)), I64(HALF)))
+                later = b.add(shift, lanes.row_id_at(b, ahead, token))
+                with loop(b, b.mul(dim, I64(2)), LINE) as i:
+                    lanes.prefetch(b, b.add(later, i))
+            with loop(b, dim, STEP) as i:
+                places, place = (
+                    [b.add(at, b.mul(i, I64(2))) for at in row],
+                    b.add(to, b.mul(i, I64(2 * STEP))),
+                )
+                for half, pairs in enumerate(interleaved(b, places)):
+                    for term, vector in enumerate(pairs):
+                        write(b, b.add(b.add(place, I64(1024 * half)), b.mul(term_bytes, I64(term))), vector)
+
+        pairs, odd = b.lshr(count, I64(1)), b.and_(count, I64(1))
+        with loop(b, pairs) as k:
+            pair(k, 2)
+        with b.if_then(b.icmp_signed("!=", odd, I64(0))):
+            pair(pairs, 1)
+        done = b.add(pairs, odd)
+        with loop(b, b.and_(b.neg(done), I64(ROWS - 1))) as k:
+            pair(b.add(done, k), 0)
+
+    def interleaved(b, places):
+        """Return pairs of 32 values of up to two tokens at their places, by terms, for each 16 elements."""
+        missing = 2 - len(places)
+        if terms.rows == 1:
+            parts = [read(b, at, I16, STEP) for at in places]
+            parts += [Lanes(b, ir.Constant(ir.VectorType(I16, STEP), [0] * STEP))] * missing
+            return [[vector] for vector in interleave(*parts)]
+        halves = [[read_floats(b, at, "float16", half) for at in places] for half in range(2)]
+        return [pair_terms(x + lanes.zeros(b, LANES, missing), terms.rows) for x in halves]
+
+    return pair_values
 
 
 def rounded(x):

@@ -1,31 +1,28 @@
-"""The narrow engine on processors with tiles (AMX): 8 or 16 query rows over bfloat16, read where it lies.
+"""The narrow engine on processors with tiles (AMX): 8 or 16 query rows over bfloat16, 16 over float16.
 
     S = scale K Q^T                    [tokens, rows], queries [dim / 2, rows, 2]
     P = exp(S - m), O = O alpha + P V  [rows, dim]
 
-Tiles of keys are loaded from the cache where the rows of 16 tokens have one stride; others, as of short pages
-and at the end of a context, are copied first. So no byte is read that is not in a row of the context.
+Tiles of keys of bfloat16 are loaded from the cache where the rows of 16 tokens have one stride; others, as of
+short pages and at the end of a context, are copied first. Rows of float16 are split into two terms of
+bfloat16, so all are copied. So no byte is read that is not in a row of the context.
 """
 
 import functools
 
 from kvkit.cpu.attention.params import block_at, params_at, prefetched, step_code, tile_at
 from kvkit.cpu.simd import narrow_tiles
-from kvkit.cpu.simd.tile_products import STEP
+from kvkit.cpu.simd.tile_products import BFLOAT16, FLOAT16, STEP
 
-ROWS = 8, 16  # query rows of a tile; pairs read as fast with 4
+# Query rows of a tile: pairs read bfloat16 as fast with 4, and floats read float16 faster with 8.
+ROWS = {BFLOAT16: (8, 16), FLOAT16: (16,)}
 CHUNK = 4096  # values that are interleaved, then multiplied, at a time: they stay in the L1 cache
 
 
-def fits(stored, dims):
-    """Return whether the engine can read rows of these formats and sizes."""
-    return stored == ("bfloat16", "bfloat16") and all(dim % STEP == 0 for dim in dims)
-
-
 @functools.cache
-def open_and_pair(rows, in_memory):
+def open_and_pair(rows, in_memory, terms):
     """Compile the conversion of queries to pairs of bfloat16; it opens the thread's tiles."""
-    kernels = narrow_tiles.kernels(rows, in_memory)
+    kernels = narrow_tiles.kernels(rows, in_memory, terms)
     open_tiles, pair = kernels.open, kernels.pair_queries
 
     def queries(params_address, block_address, tile_address):
@@ -34,13 +31,13 @@ def open_and_pair(rows, in_memory):
             open_tiles()
         pair(tile.queries, params.keys.padded_dim, tile.engine_queries)
 
-    return step_code(queries, ("queries", rows, in_memory))
+    return step_code(queries, ("queries", rows, in_memory, terms))
 
 
 @functools.cache
-def scores(rows, in_memory):
+def scores(rows, in_memory, terms):
     """Compile S = scale K Q^T."""
-    kernels = narrow_tiles.kernels(rows, in_memory)
+    kernels = narrow_tiles.kernels(rows, in_memory, terms)
     multiply, open_tiles, close_tiles = kernels.scores, kernels.open, kernels.close
 
     def scores(params_address, block_address, tile_address):
@@ -56,13 +53,13 @@ def scores(rows, in_memory):
         if block.nan_safe:
             close_tiles()
 
-    return step_code(scores, ("scores", rows, in_memory))
+    return step_code(scores, ("scores", rows, in_memory, terms))
 
 
 @functools.cache
-def sums(rows, in_memory):
+def sums(rows, in_memory, terms):
     """Compile the softmax and O = O alpha + P V."""
-    kernels = narrow_tiles.kernels(rows, in_memory)
+    kernels = narrow_tiles.kernels(rows, in_memory, terms)
     softmax, interleave, add = kernels.softmax, kernels.pair_values, kernels.sums
 
     def sums(params_address, block_address, tile_address):
@@ -88,29 +85,29 @@ def sums(rows, in_memory):
                     dim=size, target=block.wide_values,
                 )  # fmt: skip
                 add(
-                    weights=weights + 2 * rows * begin, count=count, pairs=block.wide_values, dim=size,
-                    target=tile.o + 4 * first, row=4 * dim, ahead=0 if own else values + 8 * begin,
-                    shift=shift,
+                    weights=weights + 2 * terms.rows * rows * begin, count=count,
+                    pairs=block.wide_values, dim=size, target=tile.o + 4 * first, row=4 * dim,
+                    ahead=0 if own else values + 8 * begin, shift=shift,
                 )  # fmt: skip
                 first += size
             begin += tokens
 
-    return step_code(sums, ("sums", rows, in_memory))
+    return step_code(sums, ("sums", rows, in_memory, terms))
 
 
 @functools.cache
-def finish(rows, in_memory):
+def finish(rows, in_memory, terms):
     """Compile the end of a work item, where the thread's tiles are released."""
-    close_tiles = narrow_tiles.kernels(rows, in_memory).close
+    close_tiles = narrow_tiles.kernels(rows, in_memory, terms).close
 
     def finish(params_address, block_address, _):
         close_tiles()
 
-    return step_code(finish, ("finish", rows, in_memory))
+    return step_code(finish, ("finish", rows, in_memory, terms))
 
 
-def engine(rows, in_memory):
-    """Return the engine of tiles of 4, 8 or 16 query rows, by the processor's instructions or `in_memory`."""
+def engine(rows, in_memory, terms):
+    """Return the engine of tiles of 8 or 16 query rows, by the processor's instructions or `in_memory`."""
     steps = {"queries": open_and_pair, "scores": scores, "sums": sums, "finish": finish}
-    codes = {name: step(rows, in_memory).address for name, step in steps.items()}
-    return codes | {"softmax": True, "scales_scores": True, "interleaves": True}
+    codes = {name: step(rows, in_memory, terms).address for name, step in steps.items()}
+    return codes | {"softmax": True, "scales_scores": True, "interleaves": terms.rows == 1}
