@@ -6,7 +6,6 @@ from shlex import quote
 from typing import Any
 
 import click
-from rich.table import Table
 
 from kvkit.operators import REQUIRED, Attribute, Operator
 from kvkit_cli import complete, show
@@ -35,15 +34,29 @@ def describe(operator: str, for_programs: bool) -> None:
     """
     op = find_operator(operator)
     if for_programs:
-        attributes: list[dict[str, Any]] = []
+        facts_of: list[dict[str, Any]] = []
         for each in op.attributes:  # a required one has no default
             facts = {"type": each.kind.__name__, "about": each.about, "modes": dict(each.modes)}
             default = {} if each.default is REQUIRED else {"default": each.default}
-            attributes.append({"name": each.name} | facts | default)
-        show.as_json(op.to_dict() | {"attributes": attributes})
+            facts_of.append({"name": each.name} | facts | default)
+        show.as_json(op.to_dict() | {"attributes": facts_of})
         return
     show.out(f"{op.name}: {op.summary}\nSpecification: {op.source}\n")
-    for table in (input_table(op), attribute_table(op), output_table(op)):
+    inputs = show.table("Inputs: arrays in IN.npz", "name", "role", "dtypes", "shape", "meaning")
+    for array in op.inputs:
+        role = ("in-out" if array.inout else "in") + "\noptional" * array.optional
+        dtypes, shapes = "\n".join(array.dtypes), "\n".join(array.shapes)
+        inputs.add_row(array.name, role, dtypes, shapes, array.about, end_section=True)
+    attributes = show.table("Attributes", "name", "default", "meaning")
+    for attribute in op.attributes:
+        modes = [f"{number} {name}: {about}" for number, (name, about) in enumerate(attribute.modes)]
+        attributes.add_row(attribute.name, default_text(attribute), "\n".join([attribute.about, *modes]))
+    more = ", besides the in-out arrays" if any(array.inout for array in op.inputs) else ""
+    outputs = show.table(f"Outputs: arrays in OUT.npz{more}", "name", "dtype", "shape", "meaning")
+    for output in op.outputs:
+        about = f"{output.about}; with {output.only_with}" if output.only_with else output.about
+        outputs.add_row(output.name, output.dtype, output.shape, about)
+    for table in (inputs, attributes, outputs):
         if table.row_count:
             show.out(table)
     if not op.outputs:
@@ -52,43 +65,12 @@ def describe(operator: str, for_programs: bool) -> None:
     click.echo(example(op))
 
 
-def input_table(op: Operator) -> Table:
-    """Return the table of inputs."""
-    table = show.table("Inputs: arrays in IN.npz", "name", "role", "dtypes", "shape", "meaning")
-    for array in op.inputs:
-        role = "in-out" if array.inout else "in"
-        if array.optional:
-            role += "\noptional"
-        shapes = "\n".join(array.shapes)
-        table.add_row(array.name, role, "\n".join(array.dtypes), shapes, array.about, end_section=True)
-    return table
-
-
-def attribute_table(op: Operator) -> Table:
-    """Return the table of attributes."""
-    table = show.table("Attributes", "name", "default", "meaning")
-    for attribute in op.attributes:
-        modes = [f"{number} {name}: {about}" for number, (name, about) in enumerate(attribute.modes)]
-        table.add_row(attribute.name, default_text(attribute), "\n".join([attribute.about, *modes]))
-    return table
-
-
 def default_text(attribute: Attribute) -> str:
     """Return the default of an attribute as text, or "required"."""
     if attribute.default is REQUIRED:
         return "required"
     value = attribute.names[attribute.default] if attribute.modes else attribute.default
     return str(value) or "''"
-
-
-def output_table(op: Operator) -> Table:
-    """Return the table of outputs."""
-    more = ", besides the in-out arrays" if any(array.inout for array in op.inputs) else ""
-    table = show.table(f"Outputs: arrays in OUT.npz{more}", "name", "dtype", "shape", "meaning")
-    for array in op.outputs:
-        about = f"{array.about}; with {array.only_with}" if array.only_with else array.about
-        table.add_row(array.name, array.dtype, array.shape, about)
-    return table
 
 
 def note(op: Operator) -> str:

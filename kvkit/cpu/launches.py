@@ -186,6 +186,12 @@ def run_in_workspace(code, most, params, at, grants, counters):
         run_workers(code, workers, at)
 
 
+def run_in_scratch(code, workers, params, place, workspace, room):
+    """Run a kernel whose workers have `room` bytes each of a workspace, which begins where `place` says."""
+    params[place] = workspace.at_least(workers * room)
+    run_workers(code, workers, address(params))
+
+
 def start(*launches):
     """Run launches in order."""
     with running:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numba
@@ -68,8 +68,15 @@ def tune(seconds: float = SECONDS) -> str:
     default, _ = prefetching.of_this_machine()
     if prefetching.load(default) is not None:
         return "already measured"
+    grid = [Distance(size * KB, near) for near in (False, True) for size in (2, 3, 4, 8, 16)]
+    pages = [(touched, twice) for touched in (0, 8 * KB) for twice in (0, 4 * KB)]
+    questions = [  # each candidate differs from `default` in the fields of its question
+        *(Question(rows, 0, [with_field(default, field, each) for each in grid])
+          for rows, field in FIELD_OF_ROWS.items()),
+        Question(1, PAGE_ROWS, [default._replace(touched_run=t, short_run=s) for t, s in pages]),
+    ]  # fmt: skip
     found, again = default, True
-    for question in questions(default):
+    for question in questions:
         best = answer(question, found, seconds / 5)
         if best is None and again:
             best, again = answer(question, found, seconds / 5), False
@@ -93,15 +100,6 @@ def describe(distances: Distances) -> str:
     if distances.short_run:
         words.append("short pages prefetched twice")
     return ", ".join(words)
-
-
-def questions(default: Distances) -> Iterator[Question]:
-    """Yield the questions. Each candidate differs from `default` in the fields of its question."""
-    grid = [Distance(size * KB, near) for near in (False, True) for size in (2, 3, 4, 8, 16)]
-    for rows, field in FIELD_OF_ROWS.items():
-        yield Question(rows, 0, [with_field(default, field, distance) for distance in grid])
-    pages = [(touched, twice) for touched in (0, 8 * KB) for twice in (0, 4 * KB)]
-    yield Question(1, PAGE_ROWS, [default._replace(touched_run=t, short_run=s) for t, s in pages])
 
 
 def answer(question: Question, today: Distances, seconds: float) -> Distances | None:

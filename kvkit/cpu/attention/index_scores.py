@@ -15,7 +15,7 @@ from numba import types
 
 from kvkit.cpu import machine, memory
 from kvkit.cpu.copy.rows import LOAD, call_rows, rows
-from kvkit.cpu.launches import WORKER, Launch, Record, Workspace, address, run_workers, threads
+from kvkit.cpu.launches import WORKER, Launch, Record, Workspace, address, run_in_scratch, threads
 from kvkit.cpu.recurrent.rows import move_row, store_row
 from kvkit.cpu.simd import attention, index_scores, pairs, tile_products
 from kvkit.cpu.simd.attention import WIDE, write_sequence
@@ -219,11 +219,7 @@ def prepare_scores(call, scores):
     })  # fmt: skip
     codes = element is E4M3 and row is BFLOAT16 and dim == width and machine.has_integers()
     code = score_code(engine, row.bytes(1), call.scaled, codes)
-
-    def run():
-        params[PARAMS.at["scratch"]] = workspace.at_least(workers * room)
-        run_workers(code, workers, address(params))
-
+    run = functools.partial(run_in_scratch, code, workers, params, PARAMS.at["scratch"], workspace, room)
     alive = call, keys, query, weights, limits, items, pages, of_group, counter
     return Launch(params, {}, run, alive=alive)
 

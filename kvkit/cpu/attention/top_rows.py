@@ -5,11 +5,13 @@ of the leading 11 bits of all scores say in which bin the k-th largest score is;
 its bin's scores, then of the last 10, say what it is. Of scores equal to it the first ones are chosen.
 """
 
+import functools
+
 import numpy as np
 from numba import types
 
 from kvkit.cpu import memory
-from kvkit.cpu.launches import WORKER, Launch, Record, Workspace, address, run_workers, threads
+from kvkit.cpu.launches import WORKER, Launch, Record, Workspace, run_in_scratch, threads
 from kvkit.formulas.index import share
 from kvkit.runtime.jit import compiled, helper
 
@@ -112,10 +114,6 @@ def prepare_choice(call, rows):
         "page_size": contexts.page_size, "rows": rows, "row_token": rows.strides[0], "scratch": 0,
         "scratch_bytes": 8 * BINS,
     })  # fmt: skip
-    code = choose.code
-
-    def run():
-        params[PARAMS.at["scratch"]] = workspace.at_least(workers * 8 * BINS)
-        run_workers(code, workers, address(params))
-
+    place = PARAMS.at["scratch"], workspace, 8 * BINS
+    run = functools.partial(run_in_scratch, choose.code, workers, params, *place)
     return Launch(params, {}, run, alive=(call, scores, of_token, lengths, pages))

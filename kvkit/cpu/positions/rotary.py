@@ -17,7 +17,7 @@ from numba import types
 from kvkit.checks.values import packed_strides
 from kvkit.cpu import memory
 from kvkit.cpu.copy.transfer import SMALL_BYTES, STREAM_BYTES, aligned
-from kvkit.cpu.launches import WORKER, Launch, Record, Workspace, address, run_workers, threads
+from kvkit.cpu.launches import WORKER, Launch, Record, Workspace, address, run_in_scratch, threads
 from kvkit.cpu.simd import panels
 from kvkit.cpu.simd.lanes import LANES, RAW, micro_kernel, narrow, read, widen, write
 from kvkit.formats.elements import BY_NAME
@@ -268,12 +268,8 @@ def prepare_rotary(element, moves, starts, first, rotary_dim, bypass_key, halves
         "scaling": scales, "longest": longest,
         "scratch": 0, "scratch_bytes": scratch_bytes,
     })  # fmt: skip
-    kernel = rotate_tokens.code
-
-    def run():
-        params[PARAMS.at["scratch"]] = scratch.at_least(workers * scratch_bytes)
-        run_workers(kernel, workers, address(params))
-
+    place = PARAMS.at["scratch"], scratch, scratch_bytes
+    run = functools.partial(run_in_scratch, rotate_tokens.code, workers, params, *place)
     return Launch(places.reshape(-1), OWNERS, run, alive=(params, moves, starts, first, scales, tables))
 
 

@@ -21,10 +21,12 @@ float32 numbers, so that differences are exact before the exponential. Subnormal
 processors compute a hundred times slower with them, and strong decays make many.
 """
 
+import functools
+
 from numba import types
 
 from kvkit.cpu import memory
-from kvkit.cpu.launches import WORKER, Launch, Record, address, run_workers, threads
+from kvkit.cpu.launches import WORKER, Launch, Record, run_in_scratch, threads
 from kvkit.cpu.recurrent.rows import load_row, move_row, padded
 from kvkit.cpu.recurrent.tokens import LINE, common_fields, state_of, workspace
 from kvkit.cpu.simd import attention, products
@@ -532,10 +534,6 @@ def prepare_chunks(call, out, chunk):
         "load_gate": load_row("float32").address, "workers": workers, "chunk": rows, "together": together,
         "k_pitch": k_pitch, "v_pitch": v_pitch, "c_pitch": c_pitch, "scratch": 0, "scratch_bytes": room,
     })  # fmt: skip
-    kernel = run_chunks.code
-
-    def run():
-        params[PARAMS.at["scratch"]] = workspace.at_least(workers * room)
-        run_workers(kernel, workers, address(params))
-
+    place = PARAMS.at["scratch"], workspace, room
+    run = functools.partial(run_in_scratch, run_chunks.code, workers, params, *place)
     return Launch(params, {}, run, alive=(call, out))

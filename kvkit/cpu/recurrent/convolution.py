@@ -11,7 +11,7 @@ import functools
 from numba import types
 
 from kvkit.cpu import memory
-from kvkit.cpu.launches import WORKER, Launch, Record, Workspace, address, run_workers, threads
+from kvkit.cpu.launches import WORKER, Launch, Record, Workspace, run_in_scratch, threads
 from kvkit.cpu.recurrent.rows import load_row, move_row, store_row
 from kvkit.cpu.simd.lanes import LANES
 from kvkit.cpu.simd.recurrent import conv_row
@@ -116,10 +116,6 @@ def prepare_convolution(call, out):
         "weight": call.weight, "bias": call.bias, "starts": call.starts, "slots": call.slots,
         "state": call.state, "slot_bytes": call.state.strides[0], "scratch": 0, "scratch_bytes": room,
     })  # fmt: skip
-    code = conv_code(name, width)
-
-    def run():
-        params[PARAMS.at["scratch"]] = workspace.at_least(workers * room)
-        run_workers(code, workers, address(params))
-
+    place = PARAMS.at["scratch"], workspace, room
+    run = functools.partial(run_in_scratch, conv_code(name, width), workers, params, *place)
     return Launch(params, {}, run, alive=(call, out))

@@ -1,6 +1,8 @@
 """Move states on by recorded tokens: S <- decay S + key delta'."""
 
-from kvkit.cpu.launches import WORKER, Launch, address, run_workers, threads
+import functools
+
+from kvkit.cpu.launches import WORKER, Launch, run_in_scratch, threads
 from kvkit.cpu.recurrent.rows import load_row, load_state, padded, store_row, store_state
 from kvkit.cpu.recurrent.tokens import (
     GROUP,
@@ -102,10 +104,6 @@ def prepare_replay(call):
     items, room = fields["sequences"] * fields["heads"], room_of(fields)
     workers = min(threads(), items) if items * fields["head_bytes"] >= SMALL_WORK else 1
     params = PARAMS.filled(fields | {"workers": workers, "scratch_bytes": room})
-    kernel = run_replay.code
-
-    def run():
-        params[PARAMS.at["scratch"]] = workspace.at_least(workers * room)
-        run_workers(kernel, workers, address(params))
-
+    place = PARAMS.at["scratch"], workspace, room
+    run = functools.partial(run_in_scratch, run_replay.code, workers, params, *place)
     return Launch(params, {}, run, alive=(call,))

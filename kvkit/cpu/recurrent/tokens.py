@@ -6,10 +6,12 @@ A worker takes a head of a sequence, so a head's state stays in its L2 cache. Ro
 to float32 first. States of other formats or sizes are widened into the worker's memory for all tokens.
 """
 
+import functools
+
 from numba import types
 
 from kvkit.cpu import memory
-from kvkit.cpu.launches import WORKER, Launch, Record, Workspace, address, run_workers, threads
+from kvkit.cpu.launches import WORKER, Launch, Record, Workspace, run_in_scratch, threads
 from kvkit.cpu.recurrent.rows import load_row, load_state, move_row, padded, store_row, store_state
 from kvkit.cpu.simd import recurrent as simd
 from kvkit.cpu.simd.lanes import LANES, restore_float_control, subnormals_as_zero
@@ -325,10 +327,6 @@ def prepare_tokens(call, out, states=None, capsule=None):
         "record": 0 if capsule is None else capsule.shape[2],
         "scratch": 0, "scratch_bytes": room,
     })  # fmt: skip
-    kernel = run_tokens.code
-
-    def run():
-        params[PARAMS.at["scratch"]] = workspace.at_least(workers * room)
-        run_workers(kernel, workers, address(params))
-
+    place = PARAMS.at["scratch"], workspace, room
+    run = functools.partial(run_in_scratch, run_tokens.code, workers, params, *place)
     return Launch(params, {}, run, alive=(call, out, states, capsule))

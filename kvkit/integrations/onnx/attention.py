@@ -71,7 +71,12 @@ class Attention(OpRun):
                 raise argument_error("nonpad_kv_seqlen", "a node without past_key", "one with it")
             valid = check_lengths(nonpad_kv_seqlen, batch, context)
             offset = valid - rows
-        mask = None if attn_mask is None else broadcast_mask(attn_mask, (batch, heads, rows, context))
+        mask, full = None, (batch, heads, rows, context)
+        if attn_mask is not None:  # keys after its last column are hidden
+            mask = attn_mask.reshape((1,) * (4 - attn_mask.ndim) + attn_mask.shape)
+            fits = all(n in (1, size) for n, size in zip(mask.shape[:3], full, strict=False))
+            if mask.ndim != 4 or not fits or mask.shape[3] > context:
+                raise argument_error("attn_mask", f"a shape that broadcasts to {full}", attn_mask.shape)
         visibility = Visibility(valid, offset, left_window_size, 0 if is_causal else right_window_size, mask)
         scale, softcap = float(dim**-0.5 if scale is None else scale), float(softcap)
 
@@ -143,15 +148,6 @@ def check_lengths(nonpad_kv_seqlen: Array, batch: int, context: int) -> Array:
     if ((nonpad_kv_seqlen < 0) | (nonpad_kv_seqlen > context)).any():
         raise argument_error("nonpad_kv_seqlen", f"lengths from 0 to {context}", nonpad_kv_seqlen)
     return nonpad_kv_seqlen
-
-
-def broadcast_mask(mask: Array, shape: tuple[int, ...]) -> Array:
-    """Return a mask with four axes. Keys after its last column are hidden."""
-    full = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-    fits = full.ndim == 4 and all(n in (1, size) for n, size in zip(full.shape[:3], shape, strict=False))
-    if not fits or full.shape[3] > shape[3]:
-        raise argument_error("attn_mask", f"a shape that broadcasts to {shape}", mask.shape)
-    return full
 
 
 def visible_part(rows: int, keys: int, offset: int, left: int, right: int) -> tuple[int, int, Window]:

@@ -222,7 +222,14 @@ def entry_of(item: Any) -> SchemePair | Policy:
         return (item, *key_and_value_schemes(item))
     share, scheme = share_of(found["share"], item), found["scheme"]
     schemes = UNCODED if scheme is None else key_and_value_schemes(scheme)
-    scorer, options = scorer_named(found["scorer"]), options_of(found["options"], item)
+    scorer = found["scorer"]
+    known = [ORACLE, *(name for name, each in SCORERS.items() if each.scored == "tokens")]
+    path, _, function = scorer.rpartition(":")
+    if path.endswith(".py"):
+        scorer = load_object(path, function, "function")
+    elif scorer not in known:
+        raise unknown_name("evict", "a scorer of tokens", scorer, known)
+    options = options_of(found["options"], item)
     if scorer == ORACLE and options:
         raise argument_error("evict", f"{ORACLE} without options", brief(item))
     return Policy(item, scorer, share, options, schemes)
@@ -242,17 +249,6 @@ def share_of(share: Any, item: Any) -> float:
 def share_text(share: float) -> str:
     """Return a share as text, in six digits if they are exact."""
     return f"{share:g}" if float(f"{share:g}") == share else repr(share)
-
-
-def scorer_named(name: str) -> Any:
-    """Return the name of a scorer after a check, or the function FILE.py:NAME."""
-    path, _, function = name.rpartition(":")
-    if path.endswith(".py"):
-        return load_object(path, function, "function")
-    known = [ORACLE, *(each for each, found in SCORERS.items() if found.scored == "tokens")]
-    if name not in known:
-        raise unknown_name("evict", "a scorer of tokens", name, known)
-    return name
 
 
 def options_of(words: str | None, item: str) -> dict[str, Any]:
