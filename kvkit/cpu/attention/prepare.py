@@ -47,7 +47,7 @@ from kvkit.cpu.launches import Launch, Workspace, address, run_in_workspace
 from kvkit.cpu.simd import tile_products
 from kvkit.cpu.simd.attention import WIDE
 from kvkit.cpu.simd.chunks import LINE, NARROW
-from kvkit.cpu.simd.lanes import LANES
+from kvkit.cpu.simd.lanes import LANES, padded
 from kvkit.formats.elements import BY_NAME, coarser
 from kvkit.runtime.arrays import addresses_of
 from kvkit.runtime.repeats import Single
@@ -401,11 +401,6 @@ def workspace_fields(form, most_narrow, block, lead):
         "workspace_bytes": end, "engine_query_bytes": query_bytes,
         "tile_state_bytes": -(-max(narrow_rows, WIDE) * 4 * (value_dim + 3) // LINE) * LINE,
     }  # fmt: skip
-
-
-def padded(dim):
-    """Round a head size up to whole vectors."""
-    return -(-dim // LANES) * LANES
 
 
 @functools.cache

@@ -27,11 +27,11 @@ from numba import types
 
 from kvkit.cpu import memory
 from kvkit.cpu.launches import WORKER, Launch, Record, run_in_scratch, threads
-from kvkit.cpu.recurrent.rows import load_row, move_row, padded
+from kvkit.cpu.recurrent.rows import load_row, move_row
 from kvkit.cpu.recurrent.tokens import LINE, common_fields, state_of, workspace
 from kvkit.cpu.simd import attention, products
 from kvkit.cpu.simd import recurrent as simd
-from kvkit.cpu.simd.lanes import LANES, restore_float_control, subnormals_as_zero
+from kvkit.cpu.simd.lanes import LANES, padded, restore_float_control, subnormals_as_zero
 from kvkit.formulas.index import share
 from kvkit.runtime.jit import compiled, helper
 

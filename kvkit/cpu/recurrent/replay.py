@@ -3,7 +3,7 @@
 import functools
 
 from kvkit.cpu.launches import WORKER, Launch, run_in_scratch, threads
-from kvkit.cpu.recurrent.rows import load_row, load_state, padded, store_row, store_state
+from kvkit.cpu.recurrent.rows import load_row, load_state, store_row, store_state
 from kvkit.cpu.recurrent.tokens import (
     GROUP,
     LINE,
@@ -21,7 +21,7 @@ from kvkit.cpu.recurrent.tokens import (
     workspace,
 )
 from kvkit.cpu.simd import recurrent as simd
-from kvkit.cpu.simd.lanes import LANES, restore_float_control, subnormals_as_zero
+from kvkit.cpu.simd.lanes import LANES, padded, restore_float_control, subnormals_as_zero
 from kvkit.formats.elements import FLOAT32
 from kvkit.formulas.index import share
 from kvkit.runtime.jit import compiled, helper

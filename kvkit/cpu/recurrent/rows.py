@@ -63,11 +63,6 @@ def store_row(element):
     return callback(store, ROW, element)
 
 
-def padded(count):
-    """Return a count, rounded up to whole vectors."""
-    return -(-count // LANES) * LANES
-
-
 @helper
 def load_state(load, state, size, shape, target):
     """Widen a state to float32 with padded rows, of which the last are zeros.

@@ -12,9 +12,9 @@ from numba import types
 
 from kvkit.cpu import memory
 from kvkit.cpu.launches import WORKER, Launch, Record, Workspace, run_in_scratch, threads
-from kvkit.cpu.recurrent.rows import load_row, load_state, move_row, padded, store_row, store_state
+from kvkit.cpu.recurrent.rows import load_row, load_state, move_row, store_row, store_state
 from kvkit.cpu.simd import recurrent as simd
-from kvkit.cpu.simd.lanes import LANES, restore_float_control, subnormals_as_zero
+from kvkit.cpu.simd.lanes import LANES, padded, restore_float_control, subnormals_as_zero
 from kvkit.formats.elements import BY_DTYPE, FLOAT32
 from kvkit.formulas.index import share
 from kvkit.runtime.jit import compiled, helper

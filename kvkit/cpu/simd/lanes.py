@@ -34,6 +34,11 @@ FLOAT_TYPES = {FLOAT32: F32, FLOAT16: F16}
 RAW = {fmt.name: FLOAT_TYPES.get(fmt, ir.IntType(fmt.word.itemsize * 8)) for fmt in BY_NAME.values()}
 
 
+def padded(count):
+    """Return a count, rounded up to whole vectors."""
+    return -(-count // LANES) * LANES
+
+
 class Lanes:
     """A vector in the code being generated. Operators work lane by lane; a number fills all lanes."""
 
