@@ -103,7 +103,7 @@ def test_pictures_of_a_study(drawn, options, rng, tmp_path):
     query = rng.standard_normal((4, 1, 8, 6, 64)).astype(np.float16)
     tools.study({"key": key, "value": value, "query": query}, threshold=5, **options).save(tmp_path)
     assert drawn == [[]] * len(drawn)
-    assert len(drawn) >= 8  # in light and dark
+    assert len(drawn) >= 4
 
 
 def test_pictures_of_differences(drawn, rng, tmp_path):

@@ -239,7 +239,7 @@ import os, sys
 import numpy as np
 from kvkit import tools
 from kvkit.tools.studies import plots
-plots.pictures_and_prints = lambda study, page: ({"pareto": "<svg/>"}, {"pareto.png": b""})
+plots.pictures_and_prints = lambda study: ({"pareto": "<svg/>"}, {"pareto.png": b""})
 keys = np.ones((1, 8, 2, 64), np.float16)
 found = tools.study({"key": keys, "value": keys}, sys.argv[3])
 names, replace = [], os.replace
@@ -257,7 +257,7 @@ found.save(sys.argv[1])
 def undrawn(monkeypatch):
     """Let reports have a picture that takes no time."""
     picture = {"pareto": "<svg/>"}, {"pareto.png": b""}
-    monkeypatch.setattr(plots, "pictures_and_prints", lambda study, page: picture)
+    monkeypatch.setattr(plots, "pictures_and_prints", lambda study: picture)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="there is no SIGKILL")

@@ -44,11 +44,16 @@ def missing() -> str | None:
 
 def pictures(study: StudyRecord, page: str = "light") -> dict[str, str]:
     """Return {name: SVG} of the pictures of a study, for a light or a dark page."""
-    return pictures_and_prints(study, page)[0]
+    return {name: on_page(text, page) for name, text in pictures_and_prints(study, False)[0].items()}
 
 
-def pictures_and_prints(study: StudyRecord, page: str) -> tuple[dict[str, str], dict[str, bytes]]:
-    """Return ({name: SVG}, {file name: PNG for print}), the latter for the light page only.
+def on_page(text: str, page: str) -> str:
+    """Return an SVG for a light page as it is on `page`: its ink has another colour."""
+    return text.replace(INK["light"], INK[page])
+
+
+def pictures_and_prints(study: StudyRecord, prints: bool = True) -> tuple[dict[str, str], dict[str, bytes]]:
+    """Return ({name: SVG}, {file name: PNG for print}) for a light page; no PNGs without `prints`.
 
     There are channels of keys, errors by layer and head, and error against size. With eviction, pictures of
     policies take the place of the last two.
@@ -56,7 +61,7 @@ def pictures_and_prints(study: StudyRecord, page: str) -> tuple[dict[str, str], 
     import matplotlib
     from matplotlib.figure import Figure
 
-    ink = INK[page]
+    ink = INK["light"]
     with matplotlib.rc_context(style(ink)):
         if study.evicts and study.by_attention:
             drawn = {
@@ -69,8 +74,10 @@ def pictures_and_prints(study: StudyRecord, page: str) -> tuple[dict[str, str], 
         if name := mix.text if mix else advised.scheme if advised else None:
             drawn["heads"] = head_map(study, name, Figure)
         drawn["channels"] = channels(study, Figure)
-        prints = {f"{name}.png": png(figure) for name, figure in drawn.items()} if page == "light" else {}
-        return {name: svg(figure) for name, figure in drawn.items()}, prints
+        texts = {name: svg(figure) for name, figure in drawn.items()}
+        for figure in drawn.values():
+            figure.set_layout_engine("none")  # prints keep the places that the SVGs have found
+        return texts, {f"{name}.png": png(figure) for name, figure in drawn.items() if prints}
 
 
 def png(figure: Any) -> bytes:

@@ -99,16 +99,13 @@ def write_report(study: StudyRecord, folder: Path) -> list[Path]:
     check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     lacking = plots.missing()
-    drawn: dict[str, dict[str, str]] = {"light": {}, "dark": {}}
-    prints: dict[str, bytes] = {}
-    for page in () if lacking else drawn:
-        drawn[page], of_page = plots.pictures_and_prints(study, page)
-        prints |= of_page
     if lacking:
         study = replace(study, notes=(*study.notes, lacking))
-    texts: dict[str, str | bytes] = {f"{name}.svg": text for name, text in drawn["light"].items()}
+    pictures, prints = ({}, {}) if lacking else plots.pictures_and_prints(study)
+    drawn = {page: {name: plots.on_page(text, page) for name, text in pictures.items()} for page in plots.INK}
+    texts: dict[str, str | bytes] = {f"{name}.svg": text for name, text in pictures.items()}
     texts |= prints | {"table.csv": as_csv(study), "table.tex": as_latex(study)}
-    reports = json.dumps(study.to_dict(), indent=1) + "\n", markdown(study, list(drawn["light"]))
+    reports = json.dumps(study.to_dict(), indent=1) + "\n", markdown(study, list(pictures))
     texts |= dict(zip(REPORTS, (*reports, html_page(study, drawn)), strict=True))
     with name_in_errors(folder), contextlib.ExitStack() as files:
         # Files belong together. Reports are renamed last, so that none refers to files of another one.
