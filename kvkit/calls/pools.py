@@ -24,7 +24,7 @@ from kvkit.checks.paged import PoolAppend, checked_append, checked_paged_attenti
 from kvkit.checks.pools import BlockCopy
 from kvkit.formats import elements
 from kvkit.runtime import repeats
-from kvkit.runtime.arrays import addresses_of, empty_result
+from kvkit.runtime.arrays import address, empty_result
 from kvkit.typed import Array, Arrays, Attended
 
 COPIED_BYTES = 2**20  # bytes of blocks that are copied at a time
@@ -117,7 +117,7 @@ class PlannedPages:
         results = checked.results.arrays(out)
         launches = attention_launches(checked, results)
         cpu.launches.start(*launches)
-        if checked.query is call.query:
+        if form and checked.query is call.query:
             launches[0].owners = cpu.attention.params.POOL_OWNERS
             named = dict(zip(("query", *POOLS, *SCALES, *RESULTS), (*arrays, *results), strict=False))
             forms = list(checked.results.forms.values())
@@ -167,8 +167,8 @@ def attend_to_pages(call: PoolAttention, out: Array | Arrays | None) -> Attended
         one is not None and one.tobytes() != each.tobytes() for one, each in zip(known, tensors, strict=True)
     ):
         known, pages = [None if each is None else each.copy() for each in tensors], PlannedPages()
-    there = [i for i, each in enumerate(tensors) if each is not None]
-    repeats.note_tensors([tensors[i] for i in there], [known[i] for i in there])
+    count = len(tensors) - (call.query_starts is None)
+    repeats.note_tensors(tensors[:count], known[:count])
     results = pages.attend(call, out)
     latest.keep(form, (known, pages))  # `take` has removed it, so that no other thread used it meanwhile
     return results
@@ -189,9 +189,8 @@ def scales_of(call: PoolAttention | PoolTransfer) -> tuple[ScalePair, ScalePair,
 
 def pool_placement(key_cache: Any, value_cache: Any) -> tuple[bool, bool]:
     """Return whether keys and values have one pool, and whether non-temporal stores can write the pools."""
-    arrays = [each for each in (key_cache, value_cache) if isinstance(each, np.ndarray)]
-    places = addresses_of(arrays) or [0]
-    return places[0] == places[-1], (places[0] | places[-1]) % 16 == 0
+    key, value = (address(each) if isinstance(each, np.ndarray) else 0 for each in (key_cache, value_cache))
+    return key == value or not key or not value, (key | value) % 16 == 0
 
 
 def in_both(one: Array | None, other: Array | None) -> tuple[Array | None, Array | None]:

@@ -190,21 +190,16 @@ class PreparedCall:
             self._version, self._mask, self._row = first.version, first.mask, first.row
         # Where the growing contexts end, behind their begin
         self._ends = steps.kvstarts[-growing - 1 :].data if steps and growing else memoryview(b"")
-        index = {name: i for i, name in enumerate(arrays) if arrays[name] is not None}
-        self.names = index.keys()
-        self._written = [i for i in index.values() if i >= len(arrays) - written]
-        # The addresses for which the call was checked, and what `overlap_distances` says of them
+        # The present arrays, by name: their numbers; and their addresses, for which the call was checked
+        self.names = {name: i for i, name in enumerate(arrays) if arrays[name] is not None}
         self._first = [
             address(each) if isinstance(each, np.ndarray) else each or 0 for each in arrays.values()
         ]
+        self._written = [i for i in self.names.values() if i >= len(arrays) - written]
+        # Most forms never come a second time, so `run` finds what `overlap_distances` says of the arrays, and
+        # `run_at` where launches hold an address: (params, index, the number of its array, the offset in it).
         self._distances: list[tuple[int, int, int, int, int]] | None = None if written else []
-        # Where launches hold an address: (params, index, the number of its array, the offset in the array)
-        self._addresses = [
-            (launch.params, at, index[owner], launch.params.item(at) - self._first[index[owner]])
-            for launch in launches
-            for at, owner in launch.owners.items()
-            if owner in index and launch.params.item(at)
-        ]
+        self._addresses: list[tuple[Any, int, int, int]] | None = None
 
     def run(self, arrays: Sequence[Any], refit: Refit | None = None) -> bool:
         """Run the call for other arrays of its form; return False if it needs the full checks."""
@@ -212,7 +207,7 @@ class PreparedCall:
         for i in self._written:
             if not arrays[i].flags.writeable:
                 return False
-        if self._distances is None:  # most forms never come a second time
+        if self._distances is None:
             present = {i: array for i, array in enumerate(arrays) if array is not None}
             self._distances = overlap_distances(present, self._first, self._written)
         for one, other, least, most, checked in self._distances:
@@ -221,7 +216,7 @@ class PreparedCall:
                 return False
         if not self.run_at(places, refit):
             return False
-        if repeats.local.recording is not None and self._notes < MOST_NOTES and not self._begin_at:
+        if repeats.notes.programs is not None and self._notes < MOST_NOTES and not self._begin_at:
             self._notes += 1
             program = self.program()
             if program is not None:
@@ -235,7 +230,7 @@ class PreparedCall:
         kernels = [launch.single and launch.single() for launch in self._launches]
         if None in kernels:
             return None
-        addresses = [(address(params) + 8 * at, i, offset) for params, at, i, offset in self._addresses]
+        addresses = [(address(params) + 8 * at, i, offset) for params, at, i, offset in self._addresses or []]
         version, room = 0 if self._step is None else int(self._step[0]), self.room if self._attention else -1
         return Program(kernels, addresses, self._distances or [], self._step, version, room, self._launches)
 
@@ -247,6 +242,8 @@ class PreparedCall:
         with cpu.launches.running:
             try:
                 BUSY[0] = 1
+                if self._addresses is None:
+                    self._addresses = self._find_addresses()
                 if refit is not None and not self._fits(refit):
                     return False
                 for params, at, i, offset in self._addresses:
@@ -256,6 +253,15 @@ class PreparedCall:
             finally:
                 BUSY[0] = 0
         return True
+
+    def _find_addresses(self) -> list[tuple[Any, int, int, int]]:
+        """Return where launches, as they were prepared, hold addresses of the arrays."""
+        return [
+            (launch.params, at, self.names[owner], launch.params.item(at) - self._first[self.names[owner]])
+            for launch in self._launches
+            for at, owner in launch.owners.items()
+            if owner in self.names and launch.params.item(at)
+        ]
 
     @property
     def has_mask(self) -> bool:
@@ -338,7 +344,7 @@ def attend_to_keys(call: KeyAttention, out: Array | Arrays | None) -> Attended:
     results = checked.results.arrays(out)
     launches = attention_launches(checked, results)
     cpu.launches.start(*launches)
-    if all(map(operator.is_, arrays, dict(checked.results.inputs).values())):
+    if form and all(map(operator.is_, arrays, dict(checked.results.inputs).values())):
         launches[0].owners = cpu.attention.params.KEY_OWNERS
         named = dict(zip(KEYS, (*arrays, results[0]), strict=True))
         attentions.keep(form, PreparedCall(launches, named, 1))

@@ -169,29 +169,22 @@ planned_steps: PreparedCalls[PlannedStep] = PreparedCalls(MOST)
 
 def run_in_cache(where: SupportsIndex | StepArguments, call: CacheTransfer | CacheAttention, out: Any) -> Any:
     """Run `key_value_cache` or `multi_head_cache_attention` from a position on, or for packed sequences."""
-    tokens = call.query if isinstance(call, CacheAttention) else call.current_key
+    name, tokens = call._fields[0], call[0]  # the queries, or the keys
     if isinstance(where, StepArguments):
-        step, form = take_packed(where, call._fields[0], tokens)
+        tensors: Any = where.seqstarts, where.kvstarts, where.cachestarts, where.start_pos
+        limits = where.max_seqlen, where.max_kvlen, where.cache_mode, where.page_size
+        form, step = form_of(tensors, (name, where.decoding_batches, *limits)), None
+        if isinstance(tokens, np.ndarray) and not index_tensors.VALIDATES:
+            step = planned_steps.take(form)
+        tensors = tensors if form else ()
+        if step is None or not step.follow(len(tokens), tensors):
+            step = PlannedStep(packed_in_cache((name, tokens), where), MOST, tensors=tensors)
+        repeats.note_tensors(tensors, step.numbers)
     else:
         step, form = take_static(where, tokens)
     results = step.attend(call, out) if isinstance(call, CacheAttention) else step.load(call, out)
     planned_steps.keep(form, step)
     return results
-
-
-def take_packed(index: StepArguments, name: str, tokens: Array) -> tuple[PlannedStep, Form | None]:
-    """Return the checked step of index tensors, and its form; the array called `name` has the tokens."""
-    tensors = index.seqstarts, index.kvstarts, index.cachestarts, index.start_pos
-    limits = index.max_seqlen, index.max_kvlen, index.cache_mode, index.page_size
-    form = form_of(tensors, (name, index.decoding_batches, *limits))
-    step = (
-        planned_steps.take(form) if isinstance(tokens, np.ndarray) and not index_tensors.VALIDATES else None
-    )
-    if step is None or not step.follow(len(tokens), tensors):  # type: ignore[arg-type]
-        sequences = packed_in_cache((name, tokens), index)
-        step = PlannedStep(sequences, MOST, tensors=tensors if form else ())  # type: ignore[arg-type]
-    repeats.note_tensors(tensors if form else (), step.numbers)
-    return step, form
 
 
 def take_static(start_pos: SupportsIndex, tokens: Array) -> tuple[PlannedStep, Form | None]:

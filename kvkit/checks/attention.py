@@ -202,7 +202,7 @@ def checked_weights(query: Array, mask: MaskPlace, scoring: Scoring) -> Weights:
     given_scale, sinks = scoring.softmax_scale, scoring.sinks
     scale = 1 / math.sqrt(head_dim) if given_scale is None else finite_number("softmax_scale", given_scale)
     try:
-        left, right = (operator.index(size) for size in scoring.window)
+        left, right = map(operator.index, scoring.window)
     except (TypeError, ValueError):
         got = describe(scoring.window)
         raise argument_error("window", "a pair of integers (left, right)", got) from None

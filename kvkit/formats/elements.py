@@ -47,7 +47,7 @@ class Element:
             return int(count // self.block.elements * self.block.bytes)
         return count * self.bits // 8
 
-    @property
+    @cached_property
     def minifloat(self) -> bool:
         """Return whether the element is a float of 8 bits."""
         return self.bits == 8 and self.significant > 0

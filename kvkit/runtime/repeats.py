@@ -26,7 +26,8 @@ import sys
 import sysconfig
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -142,39 +143,35 @@ def small_int(number: int) -> tuple[int, int]:
     return word(number, 2), word(number, 3) & 0xFFFFFFFF
 
 
-class CallNotes(NamedTuple):
-    """Holds a call that takes the way through the checks, and what is said of it on the way."""
+class CallNotes(threading.local):
+    """Holds what is said of the call that a thread records, while it takes the way through the checks."""
 
-    programs: list[tuple[Program, Sequence[Array | None]]]  # with the arrays that it got
-    tensors: list[tuple[Any, Array]]  # index tensors, with the numbers that a step has of them
-    numbers: dict[str, int]  # names of integers, with the address of the step's
-
-
-class ThreadNotes(threading.local):
-    """Holds the call of each thread that is recorded."""
-
-    recording: CallNotes | None = None
+    def __init__(self) -> None:
+        # With the arrays that a program got; None while no call is recorded
+        self.programs: list[tuple[Program, Sequence[Array | None]]] | None = None
+        self.tensors: list[tuple[Any, Array]] = []  # index tensors, with the numbers that a step has of them
+        self.numbers: dict[str, int] = {}  # names of integers, with the address of the step's
 
 
-local = ThreadNotes()
+notes = CallNotes()
 
 
 def note(program: Program, arrays: Sequence[Array | None]) -> None:
     """Note what has run the recorded call again, with these arrays."""
-    if local.recording is not None:
-        local.recording.programs.append((program, arrays))
+    if notes.programs is not None:
+        notes.programs.append((program, arrays))
 
 
 def note_tensors(tensors: Iterable[Any], numbers: Iterable[Array]) -> None:
     """Note the index tensors of the recorded call, and the numbers that its step has of them."""
-    if local.recording is not None:
-        local.recording.tensors.extend(zip(tensors, numbers, strict=True))
+    if notes.programs is not None:
+        notes.tensors.extend(zip(tensors, numbers, strict=True))
 
 
 def note_number(name: str, place: int) -> None:
     """Note an integer of the recorded call, and the address of that of its step."""
-    if local.recording is not None:
-        local.recording.numbers[name] = place
+    if notes.programs is not None:
+        notes.numbers[name] = place
 
 
 KNOWN: weakref.WeakSet[Repeats] = weakref.WeakSet()
@@ -226,41 +223,51 @@ class Repeats:
         self, function: Callable[..., Any], names: list[str], args: Sequence[Any], keywords: dict[str, Any]
     ) -> Any:
         """Call a function with parameters of these names; remember the call if it ran a prepared one."""
-        outer, recording = local.recording, CallNotes([], [], {})
-        local.recording = recording
+        outer = notes.programs, notes.tensors, notes.numbers
+        programs: list[tuple[Program, Sequence[Array | None]]] = []
+        tensors: list[tuple[Any, Array]] = []
+        numbers: dict[str, int] = {}
+        notes.programs, notes.tensors, notes.numbers = programs, tensors, numbers
         try:
             answer = function(*args, **keywords)
         finally:
-            local.recording = outer
-        if len(recording.programs) == 1:
+            notes.programs, notes.tensors, notes.numbers = outer
+        if len(programs) == 1:
             arguments = dict(zip(names, args, strict=False)) | keywords
-            self.remember(recording, arguments, len(args), [*keywords], answer)
+            program, arrays = programs[0]
+            self.remember(program, arrays, arguments, [*keywords], answer, tensors=tensors, numbers=numbers)
         return answer
 
     def remember(
-        self, recording: CallNotes, arguments: dict[str, Any], count: int, keywords: list[str], answer: Any
-    ) -> None:
-        """Remember a call of `count` positional arguments, if what decides its results can be compared."""
+        self, program: Program, arrays: Sequence[Array | None], arguments: dict[str, Any],
+        keywords: list[str], answer: Any, *, tensors: Sequence[tuple[Any, Array]] = (),
+        numbers: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        """Remember a call, the last arguments by `keywords`, if what decides its results can be compared.
+
+        `program` has run it again with `arrays`; `tensors` and `numbers` are those of `CallNotes`.
+        """
         answers = answer if isinstance(answer, tuple) else (answer,)
         own = {id(value) for value in arguments.values()}
         results = [each for each in answers if id(each) not in own]
         is_new = len(results) == len(answers) and all(
             type(each) is np.ndarray and each.nbytes < SMALLEST for each in results
         )
-        slots = slots_of([*zip(itertools.repeat(""), results), *arguments.items()], recording)
+        named = [*zip(itertools.repeat(""), results), *arguments.items()]
+        slots, count = slots_of(named, arrays, tensors, numbers), len(named) - len(keywords)
         if slots is None or not layouts_fit() or not (is_new or not results):
             return
         if changing.is_owned():  # a signal handler or a finalizer calls
             return
-        key = (len(results) + count, *map(id, keywords), *itertools.chain(*slots))
-        values = [*results, *arguments.values()]
+        key = (count, *map(id, keywords), *itertools.chain(*slots))
+        values = [value for _, value in named]
         alive = [value.dtype if isinstance(value, np.ndarray) else value for value in values]
-        state = state_of(len(results) + count, keywords, slots, values, *recording.programs[0])
+        state = state_of(count, keywords, slots, values, program, arrays)
         with changing:
             self._table[0] = 0
             if len(self._alive) >= MOST_CALLS and key not in self._alive:
                 self._alive = {}
-            self._alive[key] = state, (alive, keywords, recording.programs[0][0], recording.tensors)
+            self._alive[key] = state, (alive, keywords, program, tensors)
             if results:
                 self._results = [(each.shape, each.dtype) for each in results]
             for i, (each, _) in enumerate(self._alive.values()):
@@ -275,14 +282,16 @@ class Repeats:
                 self._function = cast(Callable[..., bool], new(ctypes.addressof(method()), self._table, None))
 
 
-def slots_of(arguments: list[tuple[str, Any]], recording: CallNotes) -> list[list[int]] | None:
+def slots_of(
+    arguments: Sequence[tuple[str, Any]], arrays: Sequence[Array | None],
+    noted: Sequence[tuple[Any, Array]], integers: Mapping[str, int],
+) -> list[list[int]] | None:  # fmt: skip
     """Return the numbers that arguments are compared with; None if some argument cannot be compared."""
-    [(_, arrays)] = recording.programs
-    owned, tensors = {id(each) for each in arrays}, {id(a): b for a, b in recording.tensors}
+    owned, tensors = {id(each) for each in arrays}, {id(a): b for a, b in noted}
     slots = []
     for name, value in arguments:
-        if name in recording.numbers:
-            at, one = recording.numbers[name], small_int(1)
+        if name in integers:
+            at, one = integers[name], small_int(1)
             slots.append([NUMBER, at, id(int), one[0], id(0), 0, 0, 0])
         elif type(value) is np.ndarray and id(value) in owned:
             slots.append(array_slot(value, 0, 0))

@@ -17,7 +17,7 @@ from kvkit.errors import CACHE_AXES, argument_error, check_shape, describe, mult
 from kvkit.formats import FLOATS, Element
 from kvkit.formats.elements import FLOAT32
 from kvkit.runtime.arrays import address
-from kvkit.runtime.repeats import CallNotes, Repeats
+from kvkit.runtime.repeats import Repeats
 from kvkit.typed import Array, Attended, Pair
 
 MOST_QUERY_BYTES = 2**18  # of queries for `prepare_pieces`, which keeps a copy of them for each piece
@@ -136,7 +136,7 @@ class LayerAttention:
         program = program._replace(step=self._words, version=int(self._words[0]))
         arguments = {"query": given, "softmax_scale": scoring.softmax_scale, "softcap": scoring.softcap}
         self._repeats.forget()
-        self._repeats.remember(CallNotes([(program, (given, out, None))], [], {}), arguments, 3, [], out)
+        self._repeats.remember(program, (given, out, None), arguments, [], out)
         self._repeated = prepared, id(layer), layer.store, query.shape[1]
 
     def _attend_pieces(
