@@ -5,11 +5,11 @@ from numba import types
 
 from kvkit.cpu import memory
 from kvkit.cpu.copy.rows import call_rows
+from kvkit.cpu.simd import attention
 from kvkit.formulas.index import page_of, row_of
 from kvkit.runtime.jit import helper
 
 get, get_int32 = memory.load(types.int64), memory.load(types.int32)
-put = memory.store(types.int64)
 
 
 @helper
@@ -57,9 +57,14 @@ def row_at(params, block, side, position):
 def find_next_rows(params, block, side, head, addresses):
     """Write the addresses of the next block's keys, or values, which steps of this one prefetch."""
     rows, _ = rows_of_head(side, block, head)
-    for i in range(block.size):
+    i, size = np.int64(0), params.page_size
+    while i < block.size:  # a run of rows in a page, or, after the last token, its row
         position = min(block.begin + block.size + i, block.end - 1)
-        put(addresses + 8 * i, rows + row_at(params, block, side, position) * side.row)
+        run = size - (position - page_of(position, size) * size)
+        run = min(min(run, block.end - position), block.size - i)
+        row = rows + row_at(params, block, side, position) * side.row
+        attention.write_sequence(row, side.step * side.row, run, addresses + 8 * i)
+        i += run
 
 
 @helper
