@@ -15,7 +15,7 @@ from numba import prange, types
 from kvkit.cpu import memory
 from kvkit.runtime.arrays import DATA, MEMORY
 from kvkit.runtime.arrays import address as address
-from kvkit.runtime.jit import Code, callback, compiled
+from kvkit.runtime.jit import Code, compiled
 from kvkit.runtime.locks import BUSY, OneCallLock
 from kvkit.runtime.repeats import Single
 from kvkit.typed import Array
@@ -124,12 +124,6 @@ def call_workers(code, workers, params):
     """Call the kernel at address `code` once for each worker, in parallel threads."""
     for worker in prange(workers):
         call_worker(code, np.int64(worker), params)
-
-
-@functools.cache
-def kernel_code(kernel: Callable[[int, int], None]) -> Code:
-    """Compile a kernel (worker, address of params) that closes over nothing."""
-    return callback(kernel, WORKER)
 
 
 parallel = 0  # the address of another library's GOMP_parallel, if kernels run in its OpenMP threads

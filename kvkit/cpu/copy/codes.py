@@ -15,13 +15,13 @@ from numba import types
 
 from kvkit.cpu import memory
 from kvkit.cpu.copy.rows import READ, SIGNATURE, STORE, call_rows, copy_side_at, row_by_row, rows
-from kvkit.cpu.launches import Launch, Record, address, kernel_code, run_workers, threads
+from kvkit.cpu.launches import WORKER, Launch, Record, address, run_workers, threads
 from kvkit.cpu.simd import codes as panels
 from kvkit.cpu.simd.lanes import LANES
 from kvkit.formats.elements import BY_NAME, CODES, coarser
 from kvkit.formulas import numeric
 from kvkit.formulas.index import share
-from kvkit.runtime.jit import callback, helper, shared
+from kvkit.runtime.jit import callback, compiled, helper, shared
 
 SMALL = 2**15  # elements; one thread finishes fewer before a second one is awake
 
@@ -173,6 +173,7 @@ PARAMS = Record("rows_code chunks items workers units side heads dim")
 record = memory.record(PARAMS)
 
 
+@compiled(WORKER)
 def transfer_units(worker, params_at):
     """Call the machine code of rows for equal shares of the units (tokens or blocks) of every sequence.
 
@@ -209,5 +210,5 @@ def prepare_codes(code, batch, units, side, heads, dim, elements):
         "rows_code": code, "chunks": chunks, "items": items, "workers": workers,
         "units": units, "side": numbers, "heads": heads, "dim": dim,
     })  # fmt: skip
-    run = functools.partial(run_workers, kernel_code(transfer_units), workers, address(params))
+    run = functools.partial(run_workers, transfer_units.code, workers, address(params))
     return Launch(numbers, {}, run, alive=(params,))

@@ -16,7 +16,7 @@ from kvkit.checks.slots import COUNT, HEAD, MEAN, PIECE, SLOT, TOKEN
 from kvkit.cpu import memory
 from kvkit.cpu.copy.rows import STORE, call_rows, rows
 from kvkit.cpu.copy.transfer import SMALL_BYTES, aligned
-from kvkit.cpu.launches import Launch, Record, Workspace, address, kernel_code, run_workers, threads
+from kvkit.cpu.launches import WORKER, Launch, Record, Workspace, address, run_workers, threads
 from kvkit.cpu.positions.rotary import call_heads, halves_of, heads_of, put_pair
 from kvkit.cpu.simd import means, panels
 from kvkit.cpu.simd.attention import prefetch_bytes
@@ -24,7 +24,7 @@ from kvkit.cpu.simd.fractals import fractals, scattered_fractals
 from kvkit.cpu.simd.lanes import LANES
 from kvkit.formats import BY_DTYPE
 from kvkit.formulas.index import page_of, rest_of_page, row_of, sequence_among, share
-from kvkit.runtime.jit import callback, helper
+from kvkit.runtime.jit import callback, compiled, helper
 from kvkit.runtime.repeats import Single
 
 MOVES = {4: "float32", 2: "float16", 1: "int8"}  # a format for each element size in bytes
@@ -84,6 +84,7 @@ def call_mean(code, source, step, count, target, dim):
     """Call the machine code of `mean`."""
 
 
+@compiled(WORKER)
 def copy_pieces(worker, params_at):
     """Copy pieces to or from their slots. A work item is an equal share of the tokens of one packed array.
 
@@ -316,7 +317,7 @@ def prepare_copy(sides, code, pieces, block_size, moved, alive, names=(), mean_c
         "pieces": pieces, "starts": starts, "count": len(pieces),
         "block_size": block_size, "lines": 0, "item_bytes": item_bytes,
     })  # fmt: skip
-    kernel = kernel_code(copy_pieces)
+    kernel = copy_pieces.code
 
     def run():
         if item_bytes:

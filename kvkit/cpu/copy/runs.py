@@ -14,9 +14,9 @@ from numba.extending import intrinsic
 
 from kvkit.cpu import memory
 from kvkit.cpu.copy.transfer import SMALL_BYTES
-from kvkit.cpu.launches import Launch, Record, address, kernel_code, run_workers, threads
+from kvkit.cpu.launches import WORKER, Launch, Record, address, run_workers, threads
 from kvkit.formulas.index import share
-from kvkit.runtime.jit import helper
+from kvkit.runtime.jit import compiled, helper
 
 COPY_BYTES, MEMCPY_BYTES = 256, 4096  # bytes of a copy by vectors; from MEMCPY_BYTES on memcpy is faster
 PARAMS = Record("workers runs count chunks chunk_count source_step target_step width by_chunk")
@@ -106,6 +106,7 @@ def copy_chunks(source, target, chunks, end, width):
             copy_bytes(source + get(chunk), target + get(chunk + 8), width)
 
 
+@compiled(WORKER)
 def copy_runs(worker, params_at):
     """Copy this worker's runs.
 
@@ -138,5 +139,5 @@ def prepare_runs(runs, chunks, steps, width, by_chunk, alive):
         "chunks": chunks, "chunk_count": len(chunks),
         "source_step": steps[0], "target_step": steps[1], "width": width, "by_chunk": by_chunk,
     })  # fmt: skip
-    run = functools.partial(run_workers, kernel_code(copy_runs), workers, address(params))
+    run = functools.partial(run_workers, copy_runs.code, workers, address(params))
     return Launch(runs, {}, run, alive=(*alive, params, chunks))

@@ -11,10 +11,11 @@ from numba import types
 from kvkit.checks.values import packed_strides
 from kvkit.cpu import memory
 from kvkit.cpu.copy.rows import COPY_SIDE, LOAD, STORE, call_rows, copy_side_at, rows
-from kvkit.cpu.launches import Launch, Record, address, kernel_code, run_workers, threads
+from kvkit.cpu.launches import WORKER, Launch, Record, address, run_workers, threads
 from kvkit.cpu.simd import panels
 from kvkit.formats.elements import BY_NAME
 from kvkit.formulas.index import page_of, rest_of_page, row_of, sequence_among, share
+from kvkit.runtime.jit import compiled
 from kvkit.runtime.repeats import Single
 
 # Tokens of keys, and then of values, that are copied in turn; a store computes their scales together.
@@ -42,6 +43,7 @@ get = memory.load(types.int64)
 record, integers = memory.record(PARAMS), memory.integers
 
 
+@compiled(WORKER)
 def copy_tokens(worker, params_at):
     """Copy the packed tokens of each sequence, whose positions begin at `first`, to or from their cache rows.
 
@@ -114,7 +116,7 @@ def prepare_transfer(direction, key, value, cache, steps, repeat=1):
         "starts": starts, "first": first, "batch": len(first),
         "table": steps.table, "table_row": steps.table.strides[0], "page_size": steps.page_size,
     })  # fmt: skip
-    code = kernel_code(copy_tokens)
+    code = copy_tokens.code
     run = functools.partial(run_workers, code, workers, address(params))
     single = functools.partial(Single, code.address, address(params)) if moved < SMALL_BYTES else None
     return Launch(params, OWNERS[direction], run, (starts, first, steps.table), single=single)
