@@ -21,7 +21,7 @@ import scenes
 import verbs
 from calls import CALLS
 from click.testing import CliRunner
-from verbs import arrays_of, split, static_call, whole
+from verbs import arrays_of, savez, savez_compressed, split, static_call, whole
 from verbs import kvkit as run
 
 import kvkit
@@ -720,14 +720,6 @@ def test_a_cache_that_is_shortened_while_it_is_coded(tmp_path):
 
 
 # Every operator
-
-
-def savez(path, arrays):
-    np.savez(path, **arrays)
-
-
-def savez_compressed(path, arrays):
-    np.savez_compressed(path, **arrays)
 
 
 WRITERS = npz.write, savez, savez_compressed

@@ -119,3 +119,11 @@ def fill(folder):
     (folder / "old.npz").write_bytes(b"old")
     (folder / "x.pt").write_bytes(b"\x80\2}q\0.".ljust(100, b"\0"))
     return folder
+
+
+def savez(path, arrays):
+    np.savez(path, **arrays)
+
+
+def savez_compressed(path, arrays):
+    np.savez_compressed(path, **arrays)
