@@ -4,9 +4,10 @@ import backends
 import numpy as np
 import pytest
 from ascend_attention_scenes import apart_or_not, call_of, run
-from ascend_block_scenes import refused
-from ascend_scenes import FLOATS, needs_two, with_threads
+from ascend_scenes import FLOATS, needs_two
 from attention_scenes import TOLERANCE, assert_near
+from refusals import refuses
+from surroundings import with_threads
 
 from kvkit.reference import ascend as oracle
 
@@ -117,11 +118,11 @@ def test_entries_of_neither_form():
     for entries in (2, 4, 6, 12):
         call_with(entries)()
     for entries in (0, 1, 3, 5, 8, 10, 14, 24):
-        refused(call_with(entries), "context_lens")
+        refuses(call_with(entries), "context_lens")
     call_with(0, queries=query[:0])()
-    refused(call_with(3, queries=query[:0]), "context_lens")
+    refuses(call_with(3, queries=query[:0]), "context_lens")
     two = np.concatenate([cache, cache], 2)
     call_with(2, two)()
     for entries in (0, 1, 4):
-        refused(call_with(entries, two), "context_lens")
-    refused(call_with(2, np.concatenate([two, two], 2)), "query")
+        refuses(call_with(entries, two), "context_lens")
+    refuses(call_with(2, np.concatenate([two, two], 2)), "query")

@@ -2,9 +2,10 @@
 
 import backends
 import numpy as np
-from ascend_block_scenes import caches_of, refused
+from ascend_block_scenes import caches_of
 from ascend_scenes import DTYPES, Memory, any_bits, dtypes_of, seeds
 from hypothesis import given
+from refusals import refuses
 
 from kvkit.reference import ascend as oracle
 
@@ -31,7 +32,7 @@ def test_load_of_nz_pairs():
     for got, cache in zip(results, caches, strict=True):
         assert got.tobytes() == oracle.load_contexts(cache, [[2, 0]], [7], None, True).tobytes()
     nd = [cache.transpose(0, 2, 1, 3) for cache in caches]
-    refused(lambda: paged_cache_load(*nd, np.array([[2, 0]]), np.array([7])), "value_cache")
+    refuses(lambda: paged_cache_load(*nd, np.array([[2, 0]]), np.array([7])), "value_cache")
 
 
 # block_copy

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from ascend_block_scenes import refused
+from refusals import refuses
 
 from kvkit.ascend import block_copy, compressed_slots, paged_cache_load, razor_windows, slots
 
@@ -32,35 +32,35 @@ def test_tokens_far_beyond_the_table_are_zeros(start, rows):
 def test_ends_of_destinations_that_wrap(ends):
     cache = np.arange(8, dtype=np.float32).reshape(8, 1, 1, 1)
     given = np.array([0, 1, 2]), np.array([5, 6]), np.array(ends)
-    refused(lambda: block_copy(cache, None, *given), "cum_sum", cache)
+    refuses(lambda: block_copy(cache, None, *given), "cum_sum", cache)
 
 
 @pytest.mark.parametrize("number", HUGE)
 @pytest.mark.parametrize("name", sorted(ROOMY))
 def test_no_slot_wraps(name, number):
-    refused(lambda: slots([2], **{name: number}), name)
-    refused(lambda: compressed_slots([2], 1, [1], compress_type=1, **{name: number}), name)
-    refused(lambda: slots([], **{name: number}), name)
+    refuses(lambda: slots([2], **{name: number}), name)
+    refuses(lambda: compressed_slots([2], 1, [1], compress_type=1, **{name: number}), name)
+    refuses(lambda: slots([], **{name: number}), name)
 
 
 @pytest.mark.parametrize("number", HUGE)
 def test_lengths_and_steps(number):
     where = slots([2], headroom=3, block_size=4)
-    refused(lambda: where.next_slots(number), "step")
-    refused(lambda: where.razor_offset(1.0, number), "num_blocks")
+    refuses(lambda: where.next_slots(number), "step")
+    refuses(lambda: where.razor_offset(1.0, number), "num_blocks")
     if number <= INT64_MAX:
-        refused(lambda: slots([1, number]), "seq_lens")
-        refused(lambda: compressed_slots([number], 1, [1], compress_type=1), "seq_lens")
-        refused(lambda: razor_windows([number], 1, []), "seq_lens")
+        refuses(lambda: slots([1, number]), "seq_lens")
+        refuses(lambda: compressed_slots([number], 1, [1], compress_type=1), "seq_lens")
+        refuses(lambda: razor_windows([number], 1, []), "seq_lens")
 
 
 @pytest.mark.parametrize("number", HUGE)
 @pytest.mark.parametrize("name", ["num_head", "sinks", "recent", "fraction"])
 def test_razor_windows(name, number):
     given = {"seq_lens": [100], "num_head": 2, "retrieval_heads": [], name: number}
-    refused(lambda: razor_windows(**given), name)
+    refuses(lambda: razor_windows(**given), name)
     if name == "num_head":
-        refused(lambda: compressed_slots([2], number, [1], compress_type=1), name)
+        refuses(lambda: compressed_slots([2], number, [1], compress_type=1), name)
 
 
 def test_the_largest_numbers():
@@ -69,7 +69,7 @@ def test_the_largest_numbers():
     where = slots([2], block_size=most, first_block=most)
     assert where.slot_mapping.tolist() == [most * most, most * most + 1]
     assert where.next_slots(most - 3).tolist() == [most * most + most - 1]
-    refused(lambda: where.next_slots(most - 2), "step")
+    refuses(lambda: where.next_slots(most - 2), "step")
     wins, offsets = razor_windows([most], 1, [], sinks=most, recent=0)
     assert (wins.tolist(), offsets.tolist()) == ([0], [-1])
     wins, _ = razor_windows([most], 1, [], sinks=0, recent=0, fraction=most)

@@ -3,9 +3,10 @@
 import backends
 import numpy as np
 import pytest
-from ascend_scenes import any_bits, dtypes_of, finite, needs_two, seeds, with_threads
+from ascend_scenes import any_bits, dtypes_of, finite, needs_two, seeds
 from hypothesis import given
 from hypothesis import strategies as st
+from surroundings import with_threads
 
 from kvkit.reference.ascend import KVHEAD_ROPE
 

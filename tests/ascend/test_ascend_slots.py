@@ -4,11 +4,11 @@ import math
 
 import numpy as np
 import pytest
-from ascend_block_scenes import refused
 from ascend_scenes import any_bits, seeds
 from attention_scenes import TOLERANCE, assert_near, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refuses
 
 from kvkit.ascend import (
     CompressType,
@@ -121,9 +121,9 @@ def test_room_has_an_end():
     assert where.next_slots().tolist() == [4, 9]
     assert where.next_slots(1).tolist() == [5, 10]
     for step in (3, 4, -5):
-        refused(lambda step=step: where.next_slots(step), "step")
-    refused(lambda: slots([4], block_size=4).next_slots(), "step")
-    refused(lambda: slots([4, 1], block_size=4).next_slots(), "step")
+        refuses(lambda step=step: where.next_slots(step), "step")
+    refuses(lambda: slots([4], block_size=4).next_slots(), "step")
+    refuses(lambda: slots([4, 1], block_size=4).next_slots(), "step")
 
 
 def test_large_caches_have_int64_slots():
@@ -189,9 +189,9 @@ def test_razor_offsets():
     flat[slot[0] + 3], flat[slot[3]] = math.log(5) / 0.5, math.log(4) / 0.5
     assert np.array_equal(razor.ravel(), flat)
     assert where.razor_offset(0.5, 20).shape == (20, 4)
-    refused(lambda: where.razor_offset(0.5, where.num_blocks - 1), "num_blocks")
+    refuses(lambda: where.razor_offset(0.5, where.num_blocks - 1), "num_blocks")
     for scale in (0, math.nan, math.inf, None, "1"):
-        refused(lambda scale=scale: where.razor_offset(scale), "softmax_scale")
+        refuses(lambda scale=scale: where.razor_offset(scale), "softmax_scale")
 
 
 # Windows
@@ -222,22 +222,22 @@ def test_the_published_windows():
 
 def test_refused():
     for lengths in ([3, 0], [-1], [2.0], [[3]], 3, [INT64_MIN], "3"):
-        refused(lambda x=lengths: slots(x), "seq_lens")
-        refused(lambda x=lengths: razor_windows(x, 1, []), "seq_lens")
-        refused(lambda x=lengths: compressed_slots(x, 1, [0], compress_type=KVHEAD), "seq_lens")
+        refuses(lambda x=lengths: slots(x), "seq_lens")
+        refuses(lambda x=lengths: razor_windows(x, 1, []), "seq_lens")
+        refuses(lambda x=lengths: compressed_slots(x, 1, [0], compress_type=KVHEAD), "seq_lens")
     for name, least in (("block_size", 1), ("headroom", 0), ("first_block", 0)):
         for number in (least - 1, 1.5, None, True):
             more = {name: number}
-            refused(lambda more=more: slots([3], **more), name)
-            refused(lambda more=more: compressed_slots([3], 1, [0], compress_type=KVHEAD, **more), name)
+            refuses(lambda more=more: slots([3], **more), name)
+            refuses(lambda more=more: compressed_slots([3], 1, [0], compress_type=KVHEAD, **more), name)
     for heads in (0, -1, 2.0, None):
-        refused(lambda x=heads: compressed_slots([3], x, [0], compress_type=KVHEAD), "num_head")
-        refused(lambda x=heads: razor_windows([3], x, []), "num_head")
+        refuses(lambda x=heads: compressed_slots([3], x, [0], compress_type=KVHEAD), "num_head")
+        refuses(lambda x=heads: razor_windows([3], x, []), "num_head")
     for name in ("sinks", "recent"):
-        refused(lambda name=name: razor_windows([3], 1, [], **{name: -1}), name)
-    refused(lambda: razor_windows([3], 1, [], fraction=0), "fraction")
+        refuses(lambda name=name: razor_windows([3], 1, [], **{name: -1}), name)
+    refuses(lambda: razor_windows([3], 1, [], fraction=0), "fraction")
     for head in (-1, 2, 1.5):
-        refused(lambda x=head: razor_windows([3], 2, [0, x]), "retrieval_heads")
+        refuses(lambda x=head: razor_windows([3], 2, [0, x]), "retrieval_heads")
 
 
 @pytest.mark.parametrize("mode", [KVHEAD, KVHEAD_ROPE, OMNI])
@@ -260,12 +260,12 @@ def test_windows_refused(mode):
         ((1, 1),),
         None,
     ):
-        refused(of(wins=wins), "wins")
-    refused(of(offset_index=None if offsets else [0, 0]), "offset_index")
-    refused(of(empty_window="none"), "empty_window")
+        refuses(of(wins=wins), "wins")
+    refuses(of(offset_index=None if offsets else [0, 0]), "offset_index")
+    refuses(of(empty_window="none"), "empty_window")
     for kind in (CompressType.UNDEFINED, 4, -1, None, "kvhead", "UNDEFINED"):
-        refused(of(compress_type=kind), "compress_type")
+        refuses(of(compress_type=kind), "compress_type")
     if offsets:
         for index in ([0], [0, 3], [0, -2], [0, INT64_MAX], [0, INT64_MIN], [0.0, 0.0]):
-            refused(of(offset_index=index), "offset_index")
+            refuses(of(offset_index=index), "offset_index")
         of(wins=(1, -7), offset_index=[0, -1])()

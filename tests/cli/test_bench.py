@@ -75,30 +75,25 @@ def test_every_cache_takes_steps(kind, monkeypatch):
     assert work.moved < whole if "int" in kind else work.moved == whole
 
 
-def test_latent_cases_check_their_outputs(monkeypatch):
-    small = {"CONTEXT": 128, "PREFILL": 16, "PROMPT": 40, "CHUNK": 16, "HEADS": 2, "POSITIONS": 256, "TOP": 9}
-    for name, number in small.items():
-        monkeypatch.setattr(latent, name, number)
-    latent.prefill.cache_clear()
-    for case in latent.CASES:
-        work = case.prepare()
-        assert set(case.goals) == set(work.beside)
-        for run in (work.run, *work.beside.values()):
-            assert run(0) is None or len(run(1))
-    latent.prefill.cache_clear()
+SMALL = {
+    latent: {"CONTEXT": 128, "PREFILL": 16, "PROMPT": 40, "CHUNK": 16, "HEADS": 2, "POSITIONS": 256,
+             "TOP": 9},
+    states: {"SEQUENCES": 2, "PROMPT": 40, "HEADS": 4, "KEY_HEADS": 2, "DIM": 16, "CHUNK": 16, "SIDE": 32},
+}  # fmt: skip
 
 
-def test_cases_of_states_check_their_peers(monkeypatch):
-    small = {"SEQUENCES": 2, "PROMPT": 40, "HEADS": 4, "KEY_HEADS": 2, "DIM": 16, "CHUNK": 16, "SIDE": 32}
-    for name, number in small.items():
-        monkeypatch.setattr(states, name, number)
-    states.product.cache_clear()
-    for case in states.CASES:
+@pytest.mark.parametrize(("suite", "cached"), [(latent, "prefill"), (states, "product")])
+def test_cases_of_a_suite_check_their_outputs_and_peers(suite, cached, monkeypatch):
+    for name, number in SMALL[suite].items():
+        monkeypatch.setattr(suite, name, number)
+    getattr(suite, cached).cache_clear()
+    for case in suite.CASES:
         work = case.prepare()
         assert set(case.goals) <= set(work.beside)
+        assert suite is states or set(case.goals) == set(work.beside)
         for run in (work.run, *work.beside.values()):
-            assert run is None or run(0) is None or len(run(1))
-    states.product.cache_clear()
+            assert (run is None and suite is states) or run(0) is None or len(run(1))
+    getattr(suite, cached).cache_clear()
 
 
 def test_concatenation_is_that_of_the_peer():

@@ -4,27 +4,17 @@ import numpy as np
 import pytest
 from attention_scenes import assert_near
 from device_arrays import Array, contents
-from pool_scenes import made
+from pool_scenes import drawn
 
 import kvkit
 import kvkit_cuda
 from kvkit.checks.contexts import Contexts
-from kvkit.formats.elements import BY_NAME
 from kvkit_cuda.calls.tables import DeviceTables
 
 PAGE, STARTS = 4, [0, 2, 2, 5]
 TABLE = np.array([[5, 0, -1], [1, -7, -1], [3, 2, 4]])
 LISTS = np.array([0, 2, 3, 6]), np.array([5, 0, 1, 3, 2, 4])
 LONGER = np.array([0, 4, 5, 8]), np.array([5, 0, 9, 9, 1, 3, 2, 4])
-
-
-def pools_of(rng, engine, name):
-    """Return pools of 6 pages with random contents."""
-    pools = made(engine, 6, PAGE, 2, 16, 16, BY_NAME[name].dtype)
-    for side in (pools.keys, pools.values):
-        numbers = rng.standard_normal(side.shape) * (30 if name == "int8" else 1)
-        side[...] = numbers.astype(side.dtype)
-    return pools
 
 
 @pytest.mark.parametrize(
@@ -38,7 +28,7 @@ def pools_of(rng, engine, name):
 def test_steps_of_two_layers(engine, name, tables, rng):
     """An earlier plan is filled with later steps; each layer has a scale of its own."""
     scales = {"float16": [None, None], "e4m3": [0.5, 2.0], "int8": [0.02, 0.1]}[name]
-    layers, plan = [pools_of(rng, engine, name) for _ in range(2)], None
+    layers, plan = [drawn(rng, engine, name) for _ in range(2)], None
     for lengths, table in zip(([6, 0, 9], [7, 1, 10]), tables, strict=True):
         plan = kvkit_cuda.paged_plan(table, lengths, STARTS, page_size=PAGE, into=plan)
         expected_plan = kvkit.paged_plan(table, lengths, STARTS, page_size=PAGE)
@@ -73,7 +63,7 @@ def test_lists_of_pages_stay_lists_on_the_device():
 
 
 def test_plans_that_do_not_fit(rng):
-    pools, query = pools_of(rng, "flash-attn", "float16"), np.zeros((5, 4, 16), np.float16)
+    pools, query = drawn(rng, "flash-attn", "float16"), np.zeros((5, 4, 16), np.float16)
     plan = kvkit_cuda.paged_plan(TABLE, [6, 0, 9], STARTS, page_size=PAGE)
     plan.paged_attention(query, *pools.given)  # its tables have room for 3 pages a sequence
     for call, text in (

@@ -35,7 +35,6 @@ OPTIONS = {
     "think": {"window": 6},
     "quest": {"page": 4},
 }
-WEIGHTED = "kvzip", "observed", "h2o"
 
 
 def draw(*shape, seed=0):

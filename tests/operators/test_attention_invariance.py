@@ -9,20 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scenes import DYNAMIC_AXES, assert_same
 from strides import strided
+from surroundings import with_threads
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 # Threads
-
-
-def with_threads(count, call):
-    before = numba.get_num_threads()
-    numba.set_num_threads(count)
-    try:
-        return call.copy().run(return_lse=True)
-    finally:
-        numba.set_num_threads(before)
 
 
 LENGTHS = {
@@ -42,9 +34,11 @@ def test_threads_change_no_bit(kind, options, lengths, rng):
     """Contexts that are split included."""
     for formats in (FP32, FP16, INT8):
         call = getattr(scenes, kind)(rng, formats, lengths, heads=8, kv_heads=4, **options)
-        first = with_threads(1, call)
+        first = with_threads(1, call.copy().run, return_lse=True)
         for count in range(2, numba.config.NUMBA_NUM_THREADS + 1):
-            for got, expected in zip(with_threads(count, call), first, strict=True):
+            for got, expected in zip(
+                with_threads(count, call.copy().run, return_lse=True), first, strict=True
+            ):
                 assert_same(got, expected)
 
 
@@ -53,7 +47,11 @@ def test_threads_change_no_bit(kind, options, lengths, rng):
 def test_threads_change_no_bit_of_a_static_call(kind, rng):
     for past, seqlen, batch in ((3000, 1, 1), (900, 1, 7), (500, 90, 2)):
         call = getattr(scenes, kind)(rng, FP16, past, seqlen, batch)
-        for got, expected in zip(with_threads(2, call), with_threads(1, call), strict=True):
+        for got, expected in zip(
+            with_threads(2, call.copy().run, return_lse=True),
+            with_threads(1, call.copy().run, return_lse=True),
+            strict=True,
+        ):
             assert_same(got, expected)
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pool_scenes
 import pytest
+from pool_scenes import drawn
 
 import kvkit
 from kvkit.checks import index_tensors, paged
@@ -11,14 +12,6 @@ from kvkit.runtime import repeats
 
 PAGE, LENGTHS, STARTS = 4, [6, 0, 9, 2], [0, 2, 2, 5, 7]
 PAGES = [[5, 0], [], [3, 2, 4], [1]]
-
-
-def pools_of(rng, engine, name):
-    """Return pools with random contents."""
-    pools = pool_scenes.made(engine, 6, PAGE, 2, 16, 16, BY_NAME[name].dtype)
-    for side in (pools.keys, pools.values):
-        side[...] = (rng.standard_normal(side.shape) * (30 if name == "int8" else 1)).astype(side.dtype)
-    return pools
 
 
 @pytest.fixture
@@ -49,7 +42,7 @@ def test_layers_have_the_bits_of_plain_calls(engine, name, scale, lists, rng, ch
     slots = [0 * PAGE, 0 * PAGE + 1, 2 * PAGE + 2, 2 * PAGE + 3, 4 * PAGE, 1 * PAGE, 1 * PAGE + 1]
     dtype = BY_NAME[name].dtype if scale is None else np.float16
     for layer in range(3):
-        pools, other = (pools_of(np.random.default_rng(layer), engine, name) for _ in range(2))
+        pools, other = (drawn(np.random.default_rng(layer), engine, name) for _ in range(2))
         how = {"layout": pools.layout, "key_scale": scale, "value_scale": scale}
         new = [rng.standard_normal((7, 2, 16)).astype(dtype) for _ in range(2)]
         query = rng.standard_normal((7, 4, 16)).astype(dtype)
@@ -74,7 +67,7 @@ def test_keys_take_the_positions_of_the_plan(name, rng, checks):
     scaling = {"rope_type": "linear", "factor": 2}
     ropes = [kvkit.Rope(16), kvkit.Rope(8, interleaved=True, scaling=scaling), "none"]
     for rope in [*ropes, *ropes]:
-        pools, other = (pools_of(np.random.default_rng(0), "flash-attn", name) for _ in range(2))
+        pools, other = (drawn(np.random.default_rng(0), "flash-attn", name) for _ in range(2))
         new = [rng.standard_normal((7, 2, 16)).astype(np.float16) for _ in range(2)]
         how = {} if name == "float16" else {"key_scale": 0.02, "value_scale": 0.02}
         kvkit.paged_append(*new, *other.given, slots, **how, positions=positions, rope=rope)
@@ -109,7 +102,7 @@ def test_calls_without_a_plan_are_checked_once_for_equal_index_tensors(lists, rn
 
     def call(count):
         """Return a call with arrays, and the same with lists, which is always checked."""
-        tables, pools = (table if lists else (table,)), pools_of(rng, "FlashInfer", "float16")
+        tables, pools = (table if lists else (table,)), drawn(rng, "FlashInfer", "float16")
         copies = [np.array(each) for each in tables]
         how = {"layout": pools.layout, "return_lse": True}
         checks.clear()
@@ -140,7 +133,7 @@ def test_calls_without_a_plan_are_checked_once_for_equal_index_tensors(lists, rn
 def test_calls_that_overlap_or_do_not_fit_are_refused_after_others_were_prepared(rng):
     plan, pools = (
         kvkit.paged_plan(PAGES_TABLE, LENGTHS, STARTS, page_size=PAGE),
-        pools_of(rng, "flash-attn", "float16"),
+        drawn(rng, "flash-attn", "float16"),
     )
     query, new = rng.standard_normal((7, 4, 16)).astype(np.float16), np.ones((7, 2, 16), np.float16)
     read_only = pools.keys.copy()
@@ -205,7 +198,7 @@ def test_wrong_index_tensors(tensors, text):
 
 
 def test_new_tokens_in_one_slot_are_refused_by_appends_alone(rng):
-    pools, new = pools_of(rng, "flash-attn", "float16"), np.ones((2, 2, 16), np.float16)
+    pools, new = drawn(rng, "flash-attn", "float16"), np.ones((2, 2, 16), np.float16)
     plan = kvkit.paged_plan([[1], [1]], [2, 2], page_size=PAGE)
     plan.paged_attention(new, *pools.given)
     with pytest.raises(kvkit.KvkitError, match="a slot for one row only"):

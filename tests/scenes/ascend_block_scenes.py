@@ -1,24 +1,10 @@
 """Make caches in blocks, and calls that operators on blocks refuse."""
 
 import numpy as np
-import pytest
 from ascend_scenes import any_bits, random_heads
-
-from kvkit import KvkitError
 
 INT64_MAX, INT64_MIN = np.iinfo(np.int64).max, np.iinfo(np.int64).min
 NO_BLOCK = [-1, -2, 100, 2**31, INT64_MAX, INT64_MIN]
-
-
-def refused(call, name, *written):
-    before = [array.tobytes() for array in written]
-    with pytest.raises(KvkitError) as error:
-        call()
-    message = str(error.value)
-    assert message.startswith(name), message
-    assert ": expected " in message
-    assert ", got " in message
-    assert [array.tobytes() for array in written] == before
 
 
 def caches_of(rng, dtypes, cache_format, blocks, rows):

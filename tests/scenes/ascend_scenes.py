@@ -171,13 +171,4 @@ def compressed_call(rng, dtype, mode, count=2, empty_window="copy"):
     return (*packed, *nothing, *caches, *nothing, slots), keywords
 
 
-def with_threads(count, call):
-    before = numba.get_num_threads()
-    numba.set_num_threads(count)
-    try:
-        return call()
-    finally:
-        numba.set_num_threads(before)
-
-
 needs_two = pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="one core")

@@ -34,7 +34,6 @@ MACHINE = {
 }  # fmt: skip
 STAND_IN = {
     "test_device_driver": [""],
-    "test_device_paged_driver": [""],
     "test_device_twin": [r"test_results_stay_on_the_device"],
 }
 QUICK = {  # by backend and file, what is not slow there

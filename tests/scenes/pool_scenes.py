@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvkit.formats.elements import BY_NAME
+
 AXES = ("b", "n", "h", "c")
 # (axes of the memory; what keys and values are of it: "pools", "pool", "views" or "halves" of the content)
 ENGINES = {
@@ -96,3 +98,11 @@ def as_lists(pages):
     """Return pages as (indptr, indices)."""
     starts = np.cumsum([0, *map(len, pages)])
     return starts, np.concatenate([*pages, []]).astype(np.int64)
+
+
+def drawn(rng, engine, name):
+    """Return pools of 6 pages of 4 rows, 2 heads and 16 elements, with random contents."""
+    pools = made(engine, 6, 4, 2, 16, 16, BY_NAME[name].dtype)
+    for side in (pools.keys, pools.values):
+        side[...] = (rng.standard_normal(side.shape) * (30 if name == "int8" else 1)).astype(side.dtype)
+    return pools

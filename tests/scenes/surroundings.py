@@ -78,3 +78,15 @@ def in_threads(work, count):
             call.result()
     finally:
         sys.setswitchinterval(interval)
+
+
+def with_threads(count, call, **more):
+    """Return what a call returns in so many threads."""
+    import numba
+
+    before = numba.get_num_threads()
+    numba.set_num_threads(count)
+    try:
+        return call(**more)
+    finally:
+        numba.set_num_threads(before)

@@ -2,23 +2,13 @@
 
 import numpy as np
 import pytest
+from pack_scenes import answers
 from planted_faults import quantized
 
 from kvkit.errors import KvkitError
 from kvkit.tools import vectors
 from kvkit.tools.vectors import packs
 from kvkit.tools.vectors.replaying import stored_floats
-
-
-def answers(pack, folder, edit):
-    """Write the right results of a pack, but what `edit(case, arguments, name, array)` makes of one."""
-    for case in packs.manifest(pack)["cases"]:
-        given = packs.arguments(pack, case)
-        for group, name, entry in packs.entries(case):
-            if group != "arguments":
-                array = edit(case, given, name, packs.array(pack, entry))
-                (folder / case["name"]).mkdir(exist_ok=True, parents=True)
-                np.save(folder / case["name"] / f"{name}.npy", array.view(array.dtype.str))
 
 
 def first_rows(case, given, name, array):
