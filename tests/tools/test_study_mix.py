@@ -15,7 +15,7 @@ from kvkit import tools
 from kvkit.cache import QuantizedCache
 from kvkit.errors import KvkitError
 from kvkit.formats.mixes import mix_named
-from kvkit.tools.studies import mixes
+from kvkit.tools.studies import mixes, plots
 from kvkit.tools.studies.mixes import cheapest
 from kvkit_cli.main import main
 
@@ -267,7 +267,8 @@ def test_commands_refused(arrays, options, words, tmp_path):
     assert words in ran.output
 
 
-def test_a_report_has_the_file_of_the_mix(arrays, tmp_path):
+def test_a_report_has_the_file_of_the_mix(arrays, tmp_path, monkeypatch):
+    monkeypatch.setattr(plots, "pictures_and_prints", lambda study: ({}, {}))  # which takes seconds
     found = tools.study(arrays, SCHEMES, bits=6, judge=HELD_BACK)
     written = [path.name for path in found.save(tmp_path)]
     assert written[-1] == "mix.json"
