@@ -160,12 +160,12 @@ def attend_to_pages(call: PoolAttention, out: Array | Arrays | None) -> Attended
     tables = call.block_tables if isinstance(call.block_tables, tuple) else (call.block_tables,)
     tensors: list[Any] = [*tables, call.context_lens, call.query_starts]
     form = None if index_tensors.VALIDATES else form_of(tensors, ())
-    if form is None or sum(each.nbytes for each in tensors if each is not None) > MOST_BYTES:
-        return attend(checked_paged_attention(with_floats(call)), out)
     known, pages = latest.take(form) or ([], None)
     if pages is None or any(
         one is not None and one.tobytes() != each.tobytes() for one, each in zip(known, tensors, strict=True)
     ):
+        if form is None or sum(each.nbytes for each in tensors if each is not None) > MOST_BYTES:
+            return attend(checked_paged_attention(with_floats(call)), out)
         known, pages = [None if each is None else each.copy() for each in tensors], PlannedPages()
     count = len(tensors) - (call.query_starts is None)
     repeats.note_tensors(tensors[:count], known[:count])
@@ -189,8 +189,9 @@ def scales_of(call: PoolAttention | PoolTransfer) -> tuple[ScalePair, ScalePair,
 
 def pool_placement(key_cache: Any, value_cache: Any) -> tuple[bool, bool]:
     """Return whether keys and values have one pool, and whether non-temporal stores can write the pools."""
-    key, value = (address(each) if isinstance(each, np.ndarray) else 0 for each in (key_cache, value_cache))
-    return key == value or not key or not value, (key | value) % 16 == 0
+    key = address(key_cache) if isinstance(key_cache, np.ndarray) else 0
+    value = address(value_cache) if isinstance(value_cache, np.ndarray) else key
+    return value == (key or value), (key | value) % 16 == 0
 
 
 def in_both(one: Array | None, other: Array | None) -> tuple[Array | None, Array | None]:

@@ -74,11 +74,11 @@ class Contexts(NamedTuple):
         The pages of keys and of values are so many row ids apart. They share a table unless this differs, or
         their rows do (`same_rows`). `overwrite` says that the table of the contexts may become the step's.
         """
-        page, value_page = pages
-        table, shared = self.table, same_rows and page == value_page
-        if max(self.blocks, 1) * max(abs(page), abs(value_page)) > INT32_MAX:
-            table = table.astype(np.int64, copy=False)
-        value_table = None if shared else table * table.dtype.type(value_page)
+        (page, value_page), table, value_table = pages, self.table, None
+        if table.itemsize == 4 and max(self.blocks, 1) * max(abs(page), abs(value_page)) > INT32_MAX:
+            table = table.astype(np.int64)
+        if not same_rows or page != value_page:
+            value_table = table * table.dtype.type(value_page)
         table = np.multiply(table, table.dtype.type(page), out=table if overwrite else None)
         return StepIndex(
             seqstarts=self.starts, kvstarts=self.kvstarts, start_pos=self.lengths, load_starts=self.lengths,

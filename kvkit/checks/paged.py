@@ -126,7 +126,7 @@ def pools_of_queries(
         pools.present(name, pool, "a numpy array") for name, pool in zip(pools.NAMES, views, strict=True)
     )
     _, heads, dim = call.query.shape
-    for name, pool, element in zip(pools.NAMES, (key, value), stored or (), strict=False):
+    for name, pool, element in zip(pools.NAMES, (key, value), stored, strict=True) if stored else ():
         if pool.shape[CONTENT] % element.block.bytes or element_step(pool):
             wanted = f"heads of whole blocks of {element}, {element.block.bytes} bytes one after the other"
             raise argument_error(name, wanted, f"{pool.shape[CONTENT]} bytes, strides {pool.strides}")

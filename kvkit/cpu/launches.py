@@ -78,7 +78,7 @@ class Record:
             else value or 0
             for value in values
         ]
-        return np.array(numbers, np.int64)
+        return np.fromiter(numbers, np.int64, len(numbers))  # faster than `array`
 
 
 class Workspace:

@@ -117,14 +117,13 @@ def prepare_attention(query, out, lse, context, steps, decoding, weights, key_we
     (keys, values), value_table = context.sides, steps.value_table
     # A long run is adjacent rows of floats, which the processor prefetches by itself; with long rows it is
     # faster if the kernel prefetches too, `lead` tokens ahead.
-    sizes, places = (context.key_bytes, context.value_bytes), zip(context.sides, context.steps, strict=True)
+    sizes, (key_step, value_step) = (context.key_bytes, context.value_bytes), context.steps
     longest, floats = max(*sizes, 1), context.decoder is None and BY_NAME[context.cache_format].bits >= 16
-    is_long = floats and longest <= LONGEST_ROW and [side.row * step for side, step in places] == [*sizes]
+    is_long = floats and longest <= LONGEST_ROW and sizes == (keys.row * key_step, values.row * value_step)
     lead = 0 if longest <= UNAIDED_ROW else LONG_RUN_AHEAD // longest
     same_strides = keys.row == values.row and (context.heads == 1 or keys.head == values.head)
     fields = {
-        **side_fields("keys", context, 0, steps.table),
-        **side_fields("values", context, 1, steps.table if value_table is None else value_table),
+        **side_fields(context, steps.table, steps.table if value_table is None else value_table),
         **scoring_fields(weights, constants, sinks),
         **(NO_KEY_SUMS if key_weights is None else key_sum_fields(key_weights, steps)),
         "values_have_own_table": value_table is not None or not same_strides,
@@ -136,7 +135,7 @@ def prepare_attention(query, out, lse, context, steps, decoding, weights, key_we
     if len(fields) + len(fixed) != len(ATTENTION_PARAMS.names):
         ATTENTION_PARAMS.filled(fixed | fields)  # raises, and says what is wrong
     params = record.copy()
-    params[places] = in_order(fields)
+    params[places] = np.fromiter(in_order(fields), np.int64, len(places))
     if key_weights is not None:
         keep_items_whole(params, steps)
     division = schedule(params, address(params))
@@ -448,20 +447,23 @@ NO_KEY_SUMS = dict.fromkeys(
     ("key_sums", "key_sums_sequence", "key_sums_head", "weights_bytes", "keep_weights", "add_key_weights"), 0
 )
 
-SIDE_FIELDS = {
-    name: [
-        f"{name}.{field}" for field in (*Side._fields, "table", "step", "element", "bytes", "scale_tokens")
-    ]
+SIDE_FIELDS = [
+    f"{name}.{field}"
     for name in ("keys", "values")
-}
+    for field in (*Side._fields, "table", "step", "element", "bytes", "scale_tokens")
+]
 
 
-def side_fields(name, context, i, table):
-    """Return the fields of keys or values: addresses and strides, the page table, steps and sizes."""
-    size, side, step = (context.key_bytes, context.value_bytes)[i], context.sides[i], context.steps[i]
-    scale_tokens = LINE // 2 // max(1, abs(side.scale_row * step))
-    numbers = *side, address(table), step, context.elements[i], size, max(1, scale_tokens)
-    return dict(zip(SIDE_FIELDS[name], numbers, strict=True))
+def side_fields(context, *tables):
+    """Return the fields of keys and values: addresses and strides, page tables, steps and sizes."""
+    sizes = context.key_bytes, context.value_bytes
+    numbers: list[int] = []
+    for side, table, step, element, size in zip(
+        context.sides, tables, context.steps, context.elements, sizes, strict=True
+    ):
+        scale_tokens = LINE // 2 // max(1, abs(side.scale_row * step))
+        numbers += *side, address(table), step, element, size, max(1, scale_tokens)
+    return dict(zip(SIDE_FIELDS, numbers, strict=True))
 
 
 def token_fields(query, out, lse, heads, steps, decoding):
