@@ -133,7 +133,7 @@ def draw_models(figure: Any) -> None:
     """Draw the time of a step of a whole model against its context, a line for each cache."""
     axes, shown = figure.subplots(), {}
     for result in json.loads(MODELS.read_text())["results"]:
-        if result["case"].startswith("step "):
+        if re.fullmatch("step .* tokens", result["case"]):  # in float32
             tokens = int(result["case"].split()[2].replace(",", ""))
             for name, seconds in ({"KvkitCache": result["seconds"]} | result["beside"]).items():
                 if seconds:

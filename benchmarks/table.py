@@ -5,6 +5,7 @@ The site's page of all tables gets them when Sphinx makes it, by `filled`.
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 from benchmarks.suites.measuring import bound_share, ratio_text, speed_ratio
@@ -136,11 +137,11 @@ def first(report):
 def models(report):
     """Yield a table of milliseconds of a whole model, by context, for each cache."""
     results = [result for result in report["results"] if result["case"].startswith("step ")]
-    names = [name for name in results[-1]["beside"] if any(result["beside"].get(name) for result in results)]
+    names = [name for name in results[0]["beside"] if any(result["beside"].get(name) for result in results)]
     yield from about(report)
     rows = [
         [
-            result["case"].split()[2],
+            re.sub("step after | tokens", "", result["case"]),
             f"{result['seconds'] * 1e3:.0f}",
             *(f"{result['beside'][name] * 1e3:.0f}" if result["beside"].get(name) else "" for name in names),
         ]
@@ -148,7 +149,8 @@ def models(report):
     ]
     yield from markdown(("tokens", "KvkitCache", *names), rows)
     prompts = [
-        f"{each['case'].split()[2]} tokens {each['seconds']:.1f} and {each['beside']['DynamicCache']:.1f} s"
+        f"{each['case'].removeprefix('prompt of ')} {each['seconds']:.1f} and "
+        f"{each['beside']['DynamicCache']:.1f} s"
         for each in report["results"]
         if each["case"].startswith("prompt ")
     ]

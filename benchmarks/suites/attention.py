@@ -35,6 +35,8 @@ def decode(kind, group, num_kv_heads, place, number, page=PAGE):
         )
         run, beside = from_cache(task, kind, place, number, page)
         peers = {} if kind == MINIFLOAT else {"ggml": task.peer(ggml.ggml_peer, codes)}
+        if codes in ggml.IK_TYPES:
+            peers["ik_llama.cpp"] = task.peer(ggml.ggml_peer, codes, ggml.IK)
         if kind not in ("bfloat16", MINIFLOAT):
             peers["onnxruntime"] = task.peer(other_libraries.onnxruntime_peer, codes)
         if not (task.quant or kind == MINIFLOAT):
@@ -228,7 +230,7 @@ FORMATS = {  # (kind, group): the least shares of a read: in layout 3, and elsew
 }
 PLACES = {"layout 3": ("offsets", 3), "layout 0": ("offsets", 0), "pages of 16": ("pages", 3, 16)}
 # kvkit is to be at least as fast
-PEERS = {"torch": 1, "FlexAttention": 1, "vLLM": 1, "onnxruntime": 1, "ggml": 1}
+PEERS = {"ik_llama.cpp": 1, "torch": 1, "FlexAttention": 1, "vLLM": 1, "onnxruntime": 1, "ggml": 1}
 DECODE = [
     Case(
         f"decode {kind}{f' in groups of {group}' if kind in BITS else ''}, {heads} kv heads, {name}",

