@@ -290,13 +290,13 @@ LIMITS = {
     "docstrings without a subject": 0, "calls with eight or more positional arguments": 13,
     "parameters without a type": 0, "imports that close a circle": 0,
     "types of one name in several files, aliases and kvkit_cuda included": 7,  # twins by design
-    "constants of one name with three or more values": 25, SHORT: 116,
+    "constants of one name with three or more values": 24, SHORT: 116,
+    "functions that a first call of a new form enters": 80,
+    "kinds of named tuples that a first call of a new form makes": 11,
 }  # fmt: skip
 TARGETS = {  # below what they are
     "imports that close a circle, with those for type checkers": 0,
     SHORT: 80,
-    "functions that a first call of a new form enters": 80,
-    "kinds of named tuples that a first call of a new form makes": 11,
 }
 LINES = {"kvkit": 50_000, "tests": 40_000}  # targets
 # Words in the paths of a feature's files.
@@ -331,13 +331,14 @@ def counts() -> dict[str, int]:
         ),
         "constants of one name with three or more values": len(constants_of_many_values(everything)),
         SHORT: len(short_functions_called_once(everything)),
+        "functions that a first call of a new form enters": len(first_call()[0]),
+        "kinds of named tuples that a first call of a new form makes": len(first_call()[1]),
     }
 
 
 def counts_with_targets() -> dict[str, int]:
     """Return every count that has a target, by its subject."""
-    values = circles(types=True), counts()[SHORT], *map(len, first_call())
-    return dict(zip(TARGETS, values, strict=True))
+    return dict(zip(TARGETS, (circles(types=True), counts()[SHORT]), strict=True))
 
 
 def price_of(words: str) -> list[int]:
