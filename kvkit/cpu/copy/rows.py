@@ -104,9 +104,11 @@ def moved_row(direction, data_dtype, cache_format, stream, plain):
 
     def row(packed, cache, scale, dim):
         source, target = (packed, cache) if stores else (cache, packed)
-        while dim >= LANES and not plain:
+        left = 0 if plain else dim // LANES  # LLVM unrolls loops that count
+        dim -= left * LANES
+        while left > 0:
             panel(source, target)
-            source, target, dim = source + panel_source, target + panel_target, dim - LANES
+            source, target, left = source + panel_source, target + panel_target, left - 1
         while dim > 0:
             put(target, get(source))
             source, target, dim = source + source_bytes, target + target_bytes, dim - 1
@@ -139,17 +141,19 @@ def dequantized_row(data_dtype, cache_format, scale_format, group, product, stre
     scale_step = step // group * scale_bytes if group else 0
 
     def row(packed, cache, scale, dim):
-        whole, shared = 0, group if group else dim  # elements that vectors move, and that share a scale
+        i, shared = 0, group if group else dim  # elements that vectors move, and that share a scale
+        target, end = packed, packed + dim * packed_bytes
         if vector:
-            codes, scales, target, whole = cache, scale, packed, dim // step * step
-            end = packed + whole * packed_bytes
-            while target < end:
-                for i in range(0, step, LANES):
-                    panel(codes + i * code_bits // 8, scales, target + i * packed_bytes)
+            codes, scales, left = cache, scale, dim // step
+            i = left * step
+            while left > 0:
+                for lane in range(0, step, LANES):
+                    panel(codes + lane * code_bits // 8, scales, target + lane * packed_bytes)
                 codes, scales = codes + step * code_bits // 8, scales + scale_step
-                target += step * packed_bytes
-        for i in range(whole, dim):
+                target, left = target + step * packed_bytes, left - 1
+        while target < end:  # ends at an address: LLVM neither unrolls it nor prepares for it in each row
             element(packed, cache, get_scale(scale + i // shared * scale_bytes), i)
+            target, i = target + packed_bytes, i + 1
 
     return row
 
