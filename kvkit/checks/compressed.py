@@ -133,7 +133,8 @@ def checked_compressed_slots(call: SlotArguments) -> tuple[Array, Results]:
     """Check a call of `compressed_slots`; return the slots, and the rules for `out`."""
     positions = index("positions", call.positions)
     tables = index("block_tables", call.block_tables, 2)
-    page, ratio = integer("page_size", call.page_size, 1), integer("ratio", call.ratio, 1, MOST_RATIO)
+    page = integer("page_size", call.page_size, 1, 2**31)
+    ratio = integer("ratio", call.ratio, 1, MOST_RATIO)
     if call.sequence_of_token is None:
         if len(tables) != 1:
             wanted = f"the sequence of each token, one of {len(tables)}"

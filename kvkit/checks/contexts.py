@@ -109,7 +109,7 @@ def checked_plan(
     page_size: SupportsIndex,
 ) -> Contexts:
     """Check the contexts of a plan, before its pools are known."""
-    size = integer("page_size", page_size, 1)
+    size = integer("page_size", page_size, 1, 2**31)  # so that sums of lengths fit int64
     return checked_contexts(block_tables, context_lens, query_starts, INT32_MAX, size, None)
 
 

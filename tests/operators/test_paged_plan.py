@@ -193,8 +193,19 @@ PAGES_TABLE = np.array([[5, 0, -1], [9, 9, 9], [3, 2, 4], [1, -1, -1]])
 def test_wrong_index_tensors(tensors, text):
     with pytest.raises(kvkit.KvkitError, match=text):
         kvkit.paged_plan(*tensors, page_size=PAGE)
-    with pytest.raises(kvkit.KvkitError, match="page_size: expected at least 1"):
-        kvkit.paged_plan([[0]], [1], page_size=0)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2**31 + 1, 2**63 - 1, 2**63, 2**64, 2**64 + 16, 2**70])
+def test_wrong_sizes_of_pages(size):
+    """A size that no integer of a kernel holds is not taken for another one."""
+    table, wanted = np.zeros((1, 1), np.int64), "page_size: expected an integer from 1 to 2147483648, got"
+    for call in (
+        lambda: kvkit.paged_plan(table, [1], page_size=size),
+        lambda: kvkit.compressed_slots([3], table, size, ratio=4),
+        lambda: kvkit.topk_rows(np.zeros((1, 1), np.float32), 1, table, page_size=size),
+    ):
+        with pytest.raises(kvkit.KvkitError, match=wanted):
+            call()
 
 
 def test_new_tokens_in_one_slot_are_refused_by_appends_alone(rng):
