@@ -345,6 +345,28 @@ def test_hidden_keys_and_values_of_few_rows_do_not_matter(form, poison, rng, mon
 
 
 @forms
+def test_an_infinite_key_hides_itself_or_its_query(form, rng, monkeypatch):
+    """A score of -inf has weight 0; rows with a score of inf are NaN, and no other row is."""
+    use_tiles(monkeypatch, form)
+    for formats, new, heads in itertools.product((BF16, FP16), (1, 9, 16, 40), (1, 9, 16, 33)):
+        call = static(rng, formats, 90 - new, new, 1, heads, 1, dim=32, is_causal=False)
+        place, rows = 60, 0
+        for infinity in (np.inf, -np.inf):
+            call["key"][0, place, 0, 3] = infinity
+            hidden = call["query"][..., 3] * infinity < 0
+            key, value = (call[name].copy() for name in ("key", "value"))
+            key[0, place, 0, 3] = value[0, place] = 0
+            seen = np.arange(90) != place
+            expected = call.but(key=key, value=value, attn_mask=seen[None]).run()
+            output = call.run()
+            assert np.isnan(output[~hidden]).all()
+            error = np.abs(output[hidden].astype(np.float32) - expected[hidden].astype(np.float32))
+            assert error.max(initial=0) < 2e-2
+            rows += hidden.sum()
+        assert rows == new * heads
+
+
+@forms
 def test_every_nan_of_float16_is_seen(form, rng, monkeypatch):
     """Also one whose bits overflow where term 0 is rounded."""
     use_tiles(monkeypatch, form)

@@ -419,7 +419,7 @@ def score_tile(params, block, tile, engine):
         prefetch_scales(params, block, tile, params.keys, block.key_row_ids)
         prefetch_scales(params, block, tile, params.values, block.value_row_ids)
     if block.nan_safe and params.integers and not block.wide:
-        nan_safe_scores(params, block, tile)
+        nan_safe_scores(params, block, tile, tile.queries)
     else:
         call_engine(engine.scores, params, block, tile)
 

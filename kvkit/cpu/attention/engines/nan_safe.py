@@ -21,11 +21,11 @@ nan_safe_wide_sums = attention.nan_safe_wide_sums
 
 
 @helper
-def nan_safe_scores(params, block, tile):
+def nan_safe_scores(params, block, tile, queries):
     """S = K Q^T of a narrow tile, over queries [rows, dim] in natural order and widened keys."""
     dim = params.keys.padded_dim
     for r in range(block.rows):
-        query, scores = tile.queries + 4 * r * dim, tile.scores + 4 * r
+        query, scores = queries + 4 * r * dim, tile.scores + 4 * r
         attention.dots(query, block.wide_keys, 4 * dim, tile.count, dim, scores, 4 * block.rows)
 
 

@@ -10,8 +10,11 @@ bfloat16, so all are copied. So no byte is read that is not in a row of the cont
 
 import functools
 
+from kvkit.cpu.attention.engines.load import widen_rows
+from kvkit.cpu.attention.engines.nan_safe import nan_safe_scores
 from kvkit.cpu.attention.params import block_at, params_at, prefetched, step_code, tile_at
 from kvkit.cpu.simd import narrow_tiles
+from kvkit.cpu.simd.attention import LANES, scale_by
 from kvkit.cpu.simd.tile_products import BFLOAT16, FLOAT16, STEP
 
 # Query rows of a tile: pairs read bfloat16 as fast with 4, and floats read float16 faster with 8.
@@ -39,9 +42,19 @@ def scores(rows, in_memory, terms):
     """Compile S = scale K Q^T."""
     kernels = narrow_tiles.kernels(rows, in_memory, terms)
     multiply, open_tiles, close_tiles = kernels.scores, kernels.open, kernels.close
+    split = terms.rows > 1
 
     def scores(params_address, block_address, tile_address):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
+        if block.nan_safe and split:  # the second term of an infinity is NaN, which its score need not be
+            lines, panel, dim = block.workspace + params.workspace.lines, 4 * LANES, params.keys.padded_dim
+            for r in range(rows):
+                for i in range(dim // LANES):
+                    query = tile.queries + panel * (i * rows + r)
+                    scale_by(query, lines + 4 * r * dim + panel * i, LANES, tile.factor)
+            widen_rows(params, params.keys, block, tile.head, block.key_row_ids, block.wide_keys)
+            nan_safe_scores(params, block, tile, lines)
+            return
         if block.nan_safe:  # a work item runs again after its end
             open_tiles()
         multiply(
