@@ -20,7 +20,8 @@ from kvkit.runtime import arrays, repeats
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files left open
 ROOT = os.path.dirname(kvkit.__file__)
 REFUSAL = "interrupted call"
-SOME = 6  # lines of a call that are tried; tests marked `slow` try all of them
+ERRORS = KeyboardInterrupt, MemoryError
+SOME = 9  # lines of a call that are tried; tests marked `slow` try all of them
 
 
 def mixed():
@@ -143,13 +144,12 @@ def outcome_or_refusal(cache):
 
 def interrupted(call, cache, line=0, error=None):
     """Raise an error at a line of kvkit's code, if a call comes so far; return the lines that it came to."""
-    lines = 0
+    lines = []
 
     def at_line(frame, event, argument):
-        nonlocal lines
         if event == "line":
-            lines += 1
-            if lines == line:
+            lines.append((frame.f_code, frame.f_lineno))
+            if len(lines) == line:
                 raise error
         return at_line
 
@@ -157,7 +157,7 @@ def interrupted(call, cache, line=0, error=None):
     sys.settrace(lambda frame, event, argument: at_line if in_package(frame) else None)
     try:
         call(cache)
-    except (KeyboardInterrupt, MemoryError, ReadError):
+    except (*ERRORS, ReadError):
         pass
     finally:
         sys.settrace(before)
@@ -168,11 +168,25 @@ def interrupted(call, cache, line=0, error=None):
     return lines
 
 
-def lines_to_try(call, cache, most, first):
-    """Return at most `most` line numbers of a call, in equal distances; all lines of the call for None."""
-    lines = interrupted(call, cache)
-    stride = -(-lines // most) if most else 1
-    return range(1 + first % stride, lines + 1, stride)
+def interrupted_at(call, kind, files, error, most=None, first=0):
+    """Raise an error at lines of a call; yield the line's number in the call and the cache each time.
+
+    `most` lines of its source are tried, each when it runs for the last time: then loops are done in part.
+    All lines that run are tried for None.
+    """
+    lines = interrupted(call, filled(kind, files))
+    numbers = range(1, len(lines) + 1)
+    if most:
+        last = sorted(dict(zip(lines, numbers, strict=True)).values())
+        stride = -(-len(last) // most)
+        numbers = last[first % stride :: stride]
+    for line in numbers:
+        cache = filled(kind, files)
+        if len(interrupted(call, cache, line, error)) < line:
+            return
+        yield line, cache
+        if files:
+            cache.close()
 
 
 def in_package(frame):
@@ -188,37 +202,31 @@ def unchanged(kind):
 
 @functools.cache
 def legal(kind, call):
-    """Return the outcomes before and after a call; None where it is refused."""
+    """Return the outcomes before and after a call, or before one that reads; None where it is refused."""
     after = filled(kind, False)
     try:
-        CALLS[call](after)
+        (CALLS | READS)[call](after)
+    except ReadError:
+        pass
     except (KvkitError, RuntimeError, TypeError, AttributeError, ValueError):
         return None
-    return unchanged(kind), outcome(after)
+    return (unchanged(kind), outcome(after)) if call in CALLS else (unchanged(kind),)
 
 
-def check_lines(kind, call, files, error, most=None, first=0):
-    """Raise at lines of a call; return how often the cache was old, new or refused."""
+def check_lines(kind, call, files, error, *some):
+    """Raise at lines of a call: the cache is old or new or refused; after a call that reads it is old."""
     outcomes = legal(kind, call)
     if outcomes is None or (call == "update" and kind == "mixed"):  # an update is of one layer
         pytest.skip("refused")
-    counts = {"old": 0, "new": 0, "refused": 0}
-    for line in lines_to_try(CALLS[call], filled(kind, files), most, first):
-        cache = filled(kind, files)
-        if interrupted(CALLS[call], cache, line, error) < line:
-            break
+    for line, cache in interrupted_at((CALLS | READS)[call], kind, files, error, *some):
         found = outcome_or_refusal(cache)
         if isinstance(found, str):
             assert REFUSAL in found, line
-            counts["refused"] += 1
+            assert call in CALLS, line
             check_refused(cache, line)
         else:
             assert found in outcomes, line
-            counts["old" if found == outcomes[0] else "new"] += 1
-        if files:
-            cache.close()
     assert outcome(filled(kind, False)) == outcomes[0]
-    return counts
 
 
 def check_refused(cache, line):
@@ -245,54 +253,21 @@ def check_refused(cache, line):
 EVERY = [*KINDS, "mixed"]
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", CALLS | READS)
 @pytest.mark.parametrize("kind", EVERY)
 def test_an_error_at_some_lines_of_a_call(kind, call):
-    number = EVERY.index(kind) + 3 * list(CALLS).index(call)
-    error = (KeyboardInterrupt, MemoryError)[number % 2]
-    check_lines(kind, call, number % 3 == 0, error, SOME, 61 * number)
+    number = EVERY.index(kind) + 3 * [*CALLS, *READS].index(call)
+    check_lines(kind, call, number % 3 == 0, ERRORS[number % 2], SOME, 61 * number)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-@pytest.mark.parametrize("files", [False, True])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("call", "files", "error"),
+    [*itertools.product(CALLS, (False, True), ERRORS), *itertools.product(READS, (False,), ERRORS[:1])],
+)
 @pytest.mark.parametrize("kind", EVERY)
 def test_an_error_at_every_line_of_a_call(kind, call, files, error):
     check_lines(kind, call, files, error)
-
-
-def check_reads(kind, call, files, error, most=None, first=0):
-    """Raise at lines of a call that only reads; the cache is as before, and never refused."""
-    try:
-        READS[call](filled(kind, False))
-    except (KvkitError, TypeError, AttributeError):
-        pytest.skip("refused")
-    except ReadError:
-        pass
-    expected = outcome(filled(kind, False))
-    for line in lines_to_try(READS[call], filled(kind, files), most, first):
-        cache = filled(kind, files)
-        if interrupted(READS[call], cache, line, error) < line:
-            break
-        assert outcome(cache) == expected, line
-        if files:
-            cache.close()
-
-
-@pytest.mark.parametrize("call", READS)
-@pytest.mark.parametrize("kind", EVERY)
-def test_an_error_at_some_lines_of_a_call_that_reads(kind, call):
-    number = EVERY.index(kind) + 3 * list(READS).index(call)
-    error = (KeyboardInterrupt, MemoryError)[number % 2]
-    check_reads(kind, call, number % 3 == 0, error, SOME, 23 * number)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("call", READS)
-@pytest.mark.parametrize("kind", EVERY)
-def test_an_error_at_every_line_of_a_call_that_reads(kind, call):
-    check_reads(kind, call, False, KeyboardInterrupt)
 
 
 class Failing:
