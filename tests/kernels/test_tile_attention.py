@@ -4,6 +4,7 @@ Each case runs in memory, and by instructions where the processor has them.
 """
 
 import itertools
+import math
 import re
 
 import attention_scenes as scenes
@@ -410,6 +411,27 @@ def test_large_scores(form, rng, monkeypatch):
             "static", dict(zip(("query", "key", "value"), arrays, strict=True)) | {"attn_mask": None}, sizes
         )
         check(call)
+
+
+@forms
+@pytest.mark.parametrize("rows", [(70, 1), (9, 1), (1, 16), (1, 33)], ids=str)
+def test_large_scores_of_float16(form, rows, rng, monkeypatch):
+    """All terms count where elements do not differ, so that what is left out of products would add up."""
+    use_tiles(monkeypatch, form)
+    (new, heads), dim = rows, 64
+    for size in 30, 300, 1000, 2000:
+        query, key = (
+            (math.sqrt(size / math.sqrt(dim)) * rng.uniform(least, 1.2, (1, count, group, 1)) * np.ones(dim))
+            for least, count, group in ((0.8, new, heads), (1.195, 100, 1))
+        )
+        value = rng.standard_normal((1, 100, 1, dim))
+        query, key, value = (x.astype(np.float16) for x in (query, key, value))
+        output = kvkit.multi_head_attention(query, key, value, is_causal=False)
+        scores = np.einsum("bshd,bmkd->shm", query.astype(float), key.astype(float)) / math.sqrt(dim)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        expected = np.einsum("shm,md->shd", weights, value[0, :, 0].astype(float))
+        assert np.abs(output[0] - expected).max() < 1e-3 * max(np.abs(expected).max(), 1)
 
 
 @forms

@@ -127,7 +127,7 @@ def products(rows, in_memory, terms):
 
                 for i in range(steps):
                     last = None, None
-                    for terms_of in terms.products():
+                    for terms_of in terms.products(of_scores=True):
                         of_key = b.mul(dim, I64(2 * ROWS * terms_of[0]))
                         of_query = b.mul(dim, I64(2 * rows * terms_of[1]))
                         if last[0] != terms_of[0]:

@@ -9,9 +9,11 @@ is rarely rescaled: weights up to 2^LAZY lose nothing. Of eight tiles, 0 to 3 ar
 elements) by 32 rows, 4 and 5 are A, 6 and 7 are B.
 
 A float16 number is the sum of two terms of bfloat16, exactly: x = x0 + x1, where x0 is x rounded to 8 bits.
-Weights have two terms too, of 16 bits in all. Products leave x1 y1 out, which is below 2^-18 of x y: half of
-what sums of 128 numbers of float32 may lose. Two terms of a float32, as of a code times its scale, hold 16
-bits; queries and weights beside them have one, as over rows of bfloat16.
+So scores have four products for each one, whose sums are those of float32: exp makes the relative error of a
+weight from the absolute one of its score, and 2^-18 of a score of 1,000 is more than float16 rounds. Weights
+have two terms too, of 16 bits in all; sums leave x1 y1 out, which is below 2^-18 of the whole. Two terms of a
+float32, as of a code times its scale, hold 16 bits; queries and weights beside them have one, as over rows of
+bfloat16.
 """
 
 import functools
@@ -65,12 +67,13 @@ class Terms(NamedTuple):
     queries: int
     element: str  # of keys and values before they are split into terms
 
-    def products(self) -> list[tuple[int, int]]:
-        """Return the terms (of A, of B) that are multiplied: all but term 1 by term 1.
+    def products(self, of_scores: bool) -> list[tuple[int, int]]:
+        """Return the terms (of A, of B) that are multiplied: for scores all, for sums not term 1 by term 1.
 
         Each product has a term of the one before, whose tiles are loaded.
         """
-        return [(1, 0), (0, 0), (0, 1)][2 - self.rows : 1 + self.queries]
+        order = [(1, 0), (0, 0), (0, 1), (1, 1)]
+        return order[2 - self.rows : 1 + self.queries + (of_scores and self.rows == self.queries == 2)]
 
 
 BFLOAT16, FLOAT16 = Terms(1, 1, "bfloat16"), Terms(2, 2, "float16")
@@ -183,7 +186,7 @@ def add_scores(b, tiles, queries, groups, key_term, t, dim, terms, prefetches, b
     first_row = b.mul(b.sdiv(t, I64(STEP)), each)
     with loop(b, dim, STEP) as i:
         factors = []
-        for key, query in terms.products():
+        for key, query in terms.products(of_scores=True):
             offset = b.add(b.mul(i, I64(2)), b.mul(key_term, I64(key)))
             to_query = b.mul(b.add(i, b.mul(dim, I64(query))), I64(PAIRED // 2))
             rows = [(b.add(at, offset), row) for at, row in keys]
@@ -216,7 +219,7 @@ def sums(in_memory, terms):
             strip = b.add(values, b.mul(b.lshr(i, I64(4)), size))
             with loop(b, count, STEP) as t:
                 factors = []
-                for value, weight in terms.products():
+                for value, weight in terms.products(of_scores=False):
                     at = b.add(b.add(strip, b.mul(value_term, I64(value))), b.mul(t, I64(ROW // 2)))
                     rows = (at, I64(ROW)), (b.add(at, size), I64(ROW))
                     of_weight = b.add(b.add(weights, I64(PAIRED * weight)), b.mul(t, I64(row // 2)))
