@@ -21,6 +21,7 @@ KINDS = {
     "avx512bf16": ("avx512bf16",),
     "amx": ("avx512bf16", "amx-tile", "amx-bf16", "amx-int8"),
 }
+LOOKUPS = {"lookups": ("avx512vbmi",)}  # of bytes in tables: what 8-bit floats need in tiles, beside pairs
 # Linux: request the permission for a part of the processor's state, which is that of tiles.
 ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XTILEDATA = 158, 0x1023, 18
 INSTRUCTIONS, MEMORY = "instructions", "memory"  # what multiplies tiles
@@ -83,4 +84,4 @@ def features_of(kind):
     features = binding.get_host_cpu_features()
     if numba.config.CPU_NAME is not None:  # Numba was told to compile for another CPU
         features = {name[1:]: name[0] == "+" for name in (numba.config.CPU_FEATURES or "").split(",") if name}
-    return all(features.get(name) for name in ("avx512f", *KINDS[kind]))
+    return all(features.get(name) for name in ("avx512f", *(KINDS | LOOKUPS)[kind]))

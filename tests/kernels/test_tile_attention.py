@@ -231,6 +231,14 @@ def test_narrow_tiles_are_used_where_they_fit(form, rng, monkeypatch):
         static(rng, formats, 40, 1, 1, rows, 1, dim=dim).run()
         assert used == [(rows, form == machine.MEMORY, terms) for rows in expected[formats is FP16]]
         used.clear()
+    for data, dim, rows in ((ml_dtypes.bfloat16, 64, 5), (np.float16, 64, 16), (np.float16, 96, 8)):
+        prepare.engines.cache_clear()
+        use_tiles(monkeypatch, form)
+        pool = np.ones((1, 8, 1, dim), ml_dtypes.float8_e4m3fn)
+        kvkit.paged_attention(np.ones((1, rows, dim), data), pool, pool, [[0]], [8])
+        terms = tile_products.Terms(1, 1 + (data == np.float16), "e4m3")
+        assert used == ([(-(-rows // 8) * 8, form == machine.MEMORY, terms)] if dim == 64 else [])
+        used.clear()
 
 
 @pytest.mark.parametrize(
@@ -367,6 +375,22 @@ def test_an_infinite_key_hides_itself_or_its_query(form, rng, monkeypatch):
         assert rows == new * heads
 
 
+@pytest.mark.parametrize("data", [ml_dtypes.bfloat16, np.float16])
+@forms
+def test_an_infinite_key_of_8_bits_hides_itself_or_its_query(form, data, rng, monkeypatch):
+    """Few query rows beside the same call without tiles."""
+    query = rng.standard_normal((1, 16, 64)).astype(data)
+    keys, values = (rng.standard_normal((1, 40, 1, 64)).astype(ml_dtypes.float8_e5m2) for _ in range(2))
+    keys[0, 20, 0, 3] = np.inf
+    found = []
+    for engines in form, None:
+        use_tiles(monkeypatch, engines)
+        output = kvkit.paged_attention(query, keys, values, [[0]], [40]).astype(np.float64)
+        assert_array_equal(np.isnan(output).all(2), query[..., 3] > 0)
+        found.append(output)
+    np.testing.assert_allclose(*found, rtol=0, atol=2**-8 * np.nanmax(np.abs(found[1])))
+
+
 @forms
 def test_every_nan_of_float16_is_seen(form, rng, monkeypatch):
     """Also one whose bits overflow where term 0 is rounded."""
@@ -469,6 +493,69 @@ def test_plans_run_tiles(form, rng, monkeypatch):
     for formats in BF16, Formats("bf16", "int8", "fp16", 8, 8):
         call = dynamic_cache(rng, formats, [*LENGTHS, (64, 2)], 8, 2, layout=3)
         assert_same(attend(planned(call), call.copy()), call.copy().run())
+
+
+each_kind_of_8_bits = pytest.mark.parametrize(
+    "kind", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8]
+)
+
+
+def numbers_of(kind):
+    """Return all finite numbers of a kind of 8 bits."""
+    numbers = np.arange(256, dtype=np.uint8).view(kind)
+    return numbers[np.isfinite(numbers.astype(np.float32))]
+
+
+@each_kind_of_8_bits
+@pytest.mark.parametrize("data", [ml_dtypes.bfloat16, np.float16])
+@forms
+def test_few_rows_of_8_bits_are_read_exactly(form, data, kind, monkeypatch):
+    """The lse of one key is an element of that key, the output is its value."""
+    use_tiles(monkeypatch, form)
+    numbers = np.resize(numbers_of(kind), (4, 1, 1, 64))
+    query = 2 * np.eye(64).reshape(4, 1, 16, 64).astype(data)
+    scales = {"key_scale": 0.5, "value_scale": 0.25}
+    for pool, rows in itertools.product(numbers, query):
+        out, lse = kvkit.paged_attention(
+            rows, pool[None], pool[None], [[0]], [1], softmax_scale=1.0, return_lse=True, **scales
+        )
+        expected = pool[0].astype(np.float32)
+        np.testing.assert_allclose(lse[0], expected[0, rows[0].argmax(1)], rtol=1e-6, atol=1e-7)
+        assert_array_equal(out[0], np.broadcast_to(expected / 4, (16, 64)).astype(data))
+
+
+@each_kind_of_8_bits
+@pytest.mark.parametrize("data", [ml_dtypes.bfloat16, np.float16])
+@forms
+def test_few_rows_of_8_bits(form, data, kind, rng, monkeypatch):
+    """In pages of any size, beside float64; what lies behind a context does not matter."""
+    numbers = numbers_of(kind)
+    numbers = numbers[abs(numbers.astype(np.float32)) <= 127].astype(np.float32)
+    for page, rows, dims in ((1, 16, (64, 128)), (3, 9, (128, 64)), (16, 7, (64, 64)), (80, 16, (192, 256))):
+        keys, values = (rng.choice(numbers, (75, dim)) for dim in dims)
+        pools, table = [], rng.permutation(-(-75 // page))
+        for x in keys, values:
+            pool = np.full((len(table) * page, x.shape[1]), -128 if kind == np.int8 else np.nan, np.float32)
+            pool[:75] = x
+            pools.append(pool.reshape(len(table), page, 1, -1)[np.argsort(table)].astype(kind))
+        query = rng.standard_normal((1, rows, dims[0])).astype(data)
+        scale = 2.0 / np.abs(keys).max()
+        given = {"key_scale": scale, "value_scale": 0.01, "return_lse": True}
+        use_tiles(monkeypatch, form)
+        out, lse = kvkit.paged_attention(query, *pools, table[None], [75], **given)
+        scores = query[0].astype(np.float64) @ keys.T * np.float32(scale) / np.sqrt(dims[0])
+        weights = np.exp(scores - scores.max(1, keepdims=True))
+        expected = weights / weights.sum(1, keepdims=True) @ values * 0.01
+        np.testing.assert_allclose(lse[0], scores.max(1) + np.log(weights.sum(1)), rtol=1e-5, atol=1e-5)
+        rounding = 2**-8 if data == ml_dtypes.bfloat16 else 2**-11
+        largest = np.abs(values).max() * 0.01
+        error = np.abs(out[0].astype(np.float64) - expected).max()
+        assert error < rounding * largest
+        use_tiles(monkeypatch, machine.MEMORY)
+        for one, same in zip(
+            (out, lse), kvkit.paged_attention(query, *pools, table[None], [75], **given), strict=True
+        ):
+            assert_same(one, same)
 
 
 @pytest.mark.parametrize("kind", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])

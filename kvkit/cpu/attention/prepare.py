@@ -297,9 +297,8 @@ def chosen_form(*, as_loaded, integers, pairs, tiles, **given):
     fits = not coded and all(0 < BY_NAME[side].significant <= most for side in form.cache_formats)
     may_pair, pairs = pairs, bool(decoder.to_bfloat16) if decoder else rounds or fits
     pairs = pairs and form.data == "bfloat16" and may_pair
-    split = terms(form)
-    in_order = pairs and not decoder and all(as_is(form, i) for i in range(2))
-    in_tiles = not widens and (in_order or (may_pair and split == tile_products.FLOAT16))
+    split, narrow_split = terms(form._replace(pairs=pairs))
+    in_tiles = may_pair and not widens and narrow_split
     whole = all(padded(dim) % tile_products.STEP == 0 for dim in dims)
     in_wide_tiles = may_pair and whole and (pairs or split != tile_products.BFLOAT16)
     return form._replace(
@@ -316,11 +315,19 @@ def as_is(form, i, element="bfloat16"):
 
 
 def terms(form):
-    """Return the terms of bfloat16 in which tiles multiply numbers of a form: one unless more are needed."""
-    if form.data == "float16" and as_is(form, 0, "float16") and as_is(form, 1, "float16"):
-        return tile_products.FLOAT16
+    """Return the terms of bfloat16 in which wide tiles multiply, and those of narrow ones or None."""
+    element, halves = form.cache_formats[0], form.data == "float16"
+    small = element in narrow_tiles.EIGHT_BITS
+    fits = (small or form.pairs or halves) and all(as_is(form, i, element) for i in range(2))
+    if halves and fits and element == "float16":
+        return tile_products.FLOAT16, tile_products.FLOAT16
     coded = form.data == "bfloat16" and form.scale is not None and form.decoder is None
-    return tile_products.CODES if coded else tile_products.BFLOAT16
+    wide = tile_products.CODES if coded else tile_products.BFLOAT16
+    if not small:
+        return wide, wide if fits and form.pairs and element == "bfloat16" else None
+    fits = fits and not (form.scale or form.dim % LINE or form.value_dim % LINE)
+    known = element == "int8" or machine.features_of("lookups")
+    return wide, narrow_tiles.EIGHT_BITS[element][halves] if fits and known else None
 
 
 def fixed_fields(form, distances):
@@ -335,7 +342,7 @@ def fixed_fields(form, distances):
     if not (form.widens or form.width):
         one_side = form.cache_formats[0], form.scale, form.group, form.dim
         orders = decoder.orders if decoder else narrow.orders(*one_side)
-    in_tiles = narrow_tiles.ROWS[terms(form)] if form.narrow_tiles else ()
+    in_tiles = narrow_tiles.ROWS[terms(form)[1]] if form.narrow_tiles else ()
     leads = []  # how many tokens before its product a tile prefetches a row of the cache
     for rows in ENGINE_ROWS:
         distance = distances.of_rows(rows)
@@ -381,7 +388,8 @@ def workspace_fields(form, most_narrow, block, lead):
     together = form.heads if form.interleaved else 1
     narrow_rows = most_narrow * together
     rows, tiles = max(narrow_rows, TILES * WIDE), max(together, TILES)
-    query_bytes = 5 * dim + 64 if form.width else 4 * dim if form.tiles else 2 * dim if form.pairs else 0
+    in_tiles = form.tiles or form.narrow_tiles
+    query_bytes = 5 * dim + 64 if form.width else 4 * dim if in_tiles else 2 * dim if form.pairs else 0
     ids = RUN_TOKENS + max(lead, LONG_RUN_AHEAD // UNAIDED_ROW) + EXTRA_IDS
     addresses = max(RUN_TOKENS, block * together) + EXTRA_ADDRESSES
     sizes = {  # row ids and addresses: of keys, then of values
@@ -410,7 +418,7 @@ def engines(form, tiles, distances, several):
     """
     table = np.zeros((SPECIAL_ENGINE + 1, len(ENGINE.names)), np.int64)
     chosen, stored, scales = {}, form.cache_formats, (form.scale, form.group)
-    paired = form.pairs and stored[0] == "bfloat16"
+    paired, (split, narrow_split) = form.pairs and stored[0] == "bfloat16", terms(form)
     for kind, rows in enumerate(ENGINE_ROWS):
         near = not form.interleaved and distances.of_rows(rows).near
         if not tiles & rows:
@@ -419,8 +427,8 @@ def engines(form, tiles, distances, several):
             chosen[kind] = wide.engine()
         elif form.decoder and form.decoder.engine:
             chosen[kind] = form.decoder.engine(rows)
-        elif form.narrow_tiles and rows in narrow_tiles.ROWS[terms(form)]:
-            chosen[kind] = narrow_tiles.engine(rows, form.narrow_tiles == machine.MEMORY, terms(form))
+        elif form.narrow_tiles and rows in narrow_tiles.ROWS[narrow_split]:
+            chosen[kind] = narrow_tiles.engine(rows, form.narrow_tiles == machine.MEMORY, narrow_split)
         elif form.width:
             chosen[kind] = integer_engine.engine(rows, near, stored, (*scales, form.width))
         elif form.widens:
@@ -430,7 +438,7 @@ def engines(form, tiles, distances, several):
             chosen[kind] = narrow.engine(rows, stored, scales, form.exact, near, in_order, paired)
     if tiles & WIDE and form.tiles:
         whole = form.dim % tile_products.STEP == 0, as_is(form, 0), as_is(form, 1)
-        chosen[SPECIAL_ENGINE] = wide_tiles.engine(form.tiles == machine.MEMORY, terms(form), *whole)
+        chosen[SPECIAL_ENGINE] = wide_tiles.engine(form.tiles == machine.MEMORY, split, *whole)
     elif tiles & WIDE and form.pairs:
         chosen[SPECIAL_ENGINE] = bfloat16_pairs.engine()
     elif tiles & WIDE and form.width and (several or form.data == "bfloat16"):  # else floats are as fast

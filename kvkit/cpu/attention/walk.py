@@ -235,7 +235,7 @@ def load_queries(params, block, engine):
     An engine whose queries have another form converts them further, or loads them itself.
     """
     lines, dim, wide = block.workspace + params.workspace.lines, params.keys.padded_dim, block.wide
-    in_order = not (wide or params.integers or params.orders)
+    in_order = not (wide or params.integers) and (engine.scales_scores or not params.orders)
     put_float(block.number, np.float32(1))
     for t in range(block.tiles):
         tile = tile_of(params, block, t)

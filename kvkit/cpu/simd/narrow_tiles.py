@@ -1,4 +1,4 @@
-"""Products and softmax of 8 or 16 query rows by tiles (AMX), over bfloat16 or float16.
+"""Products and softmax of 8 or 16 query rows by tiles (AMX), over bfloat16, float16 or numbers of 8 bits.
 
     S = scale K Q^T            [16 tokens, rows]      A: rows of keys, B: pairs of query elements
     m' = max(m, max S)         P = e^(S - m')         [rows, 32 tokens], transposed in registers
@@ -7,8 +7,8 @@
 An old m stays until a new one is LAZY larger, in powers of 2, so that O is rarely rescaled. Keys of bfloat16
 are read where they lie, and elements of O lie in the order of `pairs.interleave`. Keys and values of float16
 are split into two terms of bfloat16 each (see `tile_products`); pairs of keys and queries are the elements j
-and j + 16 of 32, and O is in order. Of eight tiles, 0 has scores, 1 queries, 2 keys or values, 3 weights, and
-4 to 7 have O; all but tile 2 have a side of `rows`.
+and j + 16 of 32, and O is in order. Numbers of 8 bits become bfloat16, exactly, in copies. Of eight tiles, 0
+has scores, 1 queries, 2 keys or values, 3 weights, 4 to 7 have O; all but tile 2 have a side of `rows`.
 
 Memory is busy all the time only if prefetches are spread over all steps: of 16
 later rows scores prefetch 8 keys, softmax the others; `pair_values` 8 values, and sums the others.
@@ -17,6 +17,7 @@ later rows scores prefetch 8 keys, softmax the others; `pair_values` 8 values, a
 import functools
 from types import SimpleNamespace
 
+import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
@@ -40,6 +41,7 @@ from kvkit.cpu.simd.lanes import (
 from kvkit.cpu.simd.pairs import Bfloat, interleave
 from kvkit.cpu.simd.tile_products import LAZY, LN2, LOG2E, STEP, pair_terms, power_of_two, read_floats
 from kvkit.cpu.simd.tiles import ROW, ROWS, Shape, Tiles
+from kvkit.formats.elements import BY_NAME
 
 HALF = ROWS // 2  # of 16 tokens, for a step to prefetch
 SCORES, QUERIES, OPERAND, WEIGHTS, SUMS = range(5)  # tiles; SUMS is the first of four
@@ -87,9 +89,11 @@ def arrangement(rows, terms):
             words = []
             for r in range(rows):
                 halves = [read(b, b.add(at, I64(64 * (half * rows + r))), F32, LANES) for half in range(2)]
-                split, both = terms.rows > 1, lanes.concatenate([rounded(x) for x in halves])
-                words.append(pair_terms(halves, terms.rows) if split else [both.as_bits()])
-            words += [[words[0][0].full(0)] * terms.rows] * (LANES - rows)
+                if terms.rows == 1:  # pairs of neighbours
+                    both = lanes.concatenate(halves)
+                    halves = [both.pick(range(odd, STEP, 2)) for odd in range(2)]
+                words.append(pair_terms(halves, terms.queries))
+            words += [[words[0][0].full(0)] * terms.queries] * (LANES - rows)
             for term, of_rows in enumerate(zip(*words, strict=True)):
                 place = b.add(to, b.mul(dim, I64(2 * rows * term)))
                 for k, vector in enumerate(transposed_vectors(of_rows)):
@@ -106,18 +110,18 @@ def products(rows, in_memory, terms):
         """Compute S [token, row] of `count` tokens, up to whole 16.
 
         16 rows whose ids are `step` apart are read where they lie, others are copied to `space` first, and
-        terms of float16 are written there. `ahead` lists addresses of rows, of which the first 8 of each 16
-        are prefetched.
+        rows of other formats are converted there. `ahead` lists addresses of rows, of which the first 8 of
+        each 16 are prefetched.
         """
-        tiles = Tiles(b, shape_for(rows), in_memory)
+        tiles, size = Tiles(b, shape_for(rows), in_memory), element_bytes(terms)
         with loop(b, count, ROWS) as t:
             ids, later = b.add(row_ids, b.mul(t, I64(8))), b.add(ahead, b.mul(t, I64(8)))
             stride = b.mul(dim, I64(2))
             at = b.add(space, b.mul(t, b.mul(stride, I64(terms.rows))))
-            if terms.rows == 1:
+            if terms.element == "bfloat16":
                 at, stride = rows_in_place(b, keys, key_row, step, ids, dim, at)
             else:
-                split_keys(b, keys, key_row, ids, dim, at)
+                copy_keys(b, keys, key_row, ids, dim, at, terms)
             tiles.zero(SCORES)
 
             def add(first, vectors):
@@ -139,9 +143,9 @@ def products(rows, in_memory, terms):
                         tiles.multiply(SCORES, OPERAND, QUERIES)
                         last = terms_of
                     for k in range(HALF * i // steps, HALF * (i + 1) // steps):
-                        line = b.add(lanes.row_id_at(b, later, I64(k)), offset)
-                        for j in range(steps):
-                            lanes.prefetch(b, b.add(line, I64(LINE * j)))
+                        line = b.add(lanes.row_id_at(b, later, I64(k)), b.mul(first, I64(size)))
+                        for j in range(0, LANES * vectors * size, LINE):
+                            lanes.prefetch(b, b.add(line, I64(j)))
 
             for_chunks(b, dim, (8, 4, 2), add)
             tiles.store(SCORES, b.add(target, b.mul(t, I64(4 * rows))), 4 * rows)
@@ -157,7 +161,7 @@ def products(rows, in_memory, terms):
 
         Values are those of `pair_values`. The first 8 of each 16 rows `ahead` are prefetched, as there.
         """
-        tiles = Tiles(b, shape_for(rows), in_memory)
+        tiles, size = Tiles(b, shape_for(rows), in_memory), element_bytes(terms)
         term = b.mul(dim, I64(2 * STEP))  # bytes of 32 values
         block, listed = b.mul(term, I64(terms.rows)), b.icmp_signed("!=", ahead, I64(0))
 
@@ -168,7 +172,7 @@ def products(rows, in_memory, terms):
             with loop(b, count, STEP) as t:
                 value = b.add(b.mul(b.lshr(t, I64(5)), block), b.mul(first, I64(2 * STEP)))
                 value = b.add(pairs, value)
-                weight = b.add(weights, b.mul(t, I64(2 * rows * terms.rows)))
+                weight = b.add(weights, b.mul(t, I64(2 * rows * terms.queries)))
                 tiles.load(WEIGHTS, weight, ROW)
                 for c in range(vectors):
                     for value_term in reversed(range(terms.rows)):
@@ -179,10 +183,10 @@ def products(rows, in_memory, terms):
                         for k in range(ROWS * c // vectors, ROWS * (c + 1) // vectors):
                             token = b.add(t, I64(k // HALF * ROWS + k % HALF))
                             later = lanes.row_id_at(b, ahead, token)
-                            later = b.add(b.add(later, shift), b.mul(first, I64(2)))
-                            for line in range(0, 2 * LANES * vectors, LINE):
+                            later = b.add(b.add(later, shift), b.mul(first, I64(size)))
+                            for line in range(0, size * LANES * vectors, LINE):
                                 lanes.prefetch(b, b.add(later, I64(line)))
-                if terms.rows > 1:
+                if terms.queries > 1:
                     tiles.load(WEIGHTS, b.add(weight, I64(ROW * rows)), ROW)
                     for c in range(vectors):
                         tiles.load(OPERAND, b.add(value, I64(1024 * c)), ROW)
@@ -195,15 +199,54 @@ def products(rows, in_memory, terms):
     return scores, sums
 
 
-def split_keys(b, keys, key_row, row_ids, dim, target):
-    """Write 16 keys of float16 as two terms [term, 16, dim]; pairs are elements j and j + 16 of 32."""
+def element_bytes(terms):
+    """Return the bytes of an element of keys and values."""
+    return BY_NAME[terms.element].dtype.itemsize
+
+
+def copy_keys(b, keys, key_row, row_ids, dim, target, terms):
+    """Write 16 keys as terms [term, 16, dim]; pairs of float16 are elements j and j + 16 of 32."""
+    size, apart = element_bytes(terms), I64(ROW)
+    step = LINE // size
     with loop(b, I64(ROWS)) as k:
         source = b.add(keys, b.mul(lanes.row_id_at(b, row_ids, k), key_row))
         to = b.add(target, b.mul(k, b.mul(dim, I64(2))))
-        with loop(b, b.mul(dim, I64(2)), 2 * STEP) as i:
-            at = b.add(source, i)
-            for term, x in enumerate(pair_terms([read_floats(b, at, "float16", n) for n in range(2)], 2)):
-                write(b, b.add(b.add(to, i), b.mul(dim, I64(2 * ROWS * term))), x)
+        with loop(b, dim, step) as i:
+            at, place = b.add(source, b.mul(i, I64(size))), b.add(to, b.mul(i, I64(2)))
+            if terms.rows == 1:
+                parts = bfloat16_vectors(b, at, terms.element)
+            else:
+                parts = pair_terms([read_floats(b, at, terms.element, half) for half in range(2)], 2)
+                apart = b.mul(dim, I64(2 * ROWS))
+            for n, x in enumerate(parts):
+                write(b, b.add(place, b.mul(apart, I64(n))), x)
+
+
+def bfloat16_vectors(b, at, element):
+    """Read a line of bfloat16, or of numbers of 8 bits, which bfloat16 holds exactly, as bfloat16."""
+    if element == "bfloat16":
+        return [read(b, at, I16, STEP)]
+    if element == "int8":
+        halves = [read_floats(b, at, element, n) for n in range(4)]
+        name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+        values = [(halves[n + 1].value, halves[n].value) for n in (0, 2)]
+        both = ir.VectorType(Bfloat(), STEP)
+        return [lanes.call_intrinsic(b, name, both, *pair).cast("bitcast", I16) for pair in values]
+    # Bytes of two vectors are interleaved within 128 bits. Tables of 128 bytes leave out the sign.
+    codes = read(b, at, I64, 8).pick([0, 4, 1, 5, 2, 6, 3, 7]).as_bits(8)
+    numbers = np.arange(128, dtype=np.uint8).view(BY_NAME[element].dtype).astype(np.float32)
+    tables = numbers.view(np.uint32).byteswap().view(np.uint8).reshape(128, 4).astype(int)
+    low, high = (looked_up(codes, tables[:, n].tolist()) for n in (1, 0))
+    high = high | (codes & 0x80)
+    first = [16 * (n // 16) + n % 16 // 2 + n % 2 * LINE for n in range(LINE)]
+    return [low.pick([n + shift for n in first], high).as_bits(16) for shift in (0, 8)]
+
+
+def looked_up(codes, table):
+    """Return the entries of a table of 128 bytes for 64 codes; their highest bits do not count."""
+    first, second = (ir.Constant(codes.type, table[begin : begin + LINE]) for begin in (0, LINE))
+    name = "llvm.x86.avx512.vpermi2var.qi.512"
+    return lanes.call_intrinsic(codes.builder, name, codes.type, first, codes.value, second)
 
 
 def rows_in_place(b, keys, key_row, step, row_ids, dim, copy):
@@ -266,12 +309,12 @@ def softmax(rows, terms):
                     row = b.add(lanes.row_id_at(b, ahead, b.add(t, I64(HALF + k))), shift)
                     with loop(b, size, LINE) as j:
                         lanes.prefetch(b, b.add(row, j))
-            to = b.add(target, b.mul(b.and_(t, I64(-STEP)), I64(2 * rows * terms.rows)))
+            to = b.add(target, b.mul(b.and_(t, I64(-STEP)), I64(2 * rows * terms.queries)))
             to = b.add(to, b.mul(b.and_(t, I64(ROWS)), I64(2)))
             for r, x in enumerate(by_row(weights)):
                 first = rounded(x)
                 write(b, b.add(to, I64(ROW * r)), first)
-                if terms.rows > 1:
+                if terms.queries > 1:
                     rest = x - lanes.widen(first, "bfloat16")
                     write(b, b.add(to, I64(ROW * (rows + r))), rounded(rest))
         write(b, l_at, total[0])
@@ -295,6 +338,7 @@ def softmax(rows, terms):
 
 def interleaving(terms):
     """Return the micro-kernel that interleaves values."""
+    size = element_bytes(terms)
 
     @micro_kernel
     def pair_values(b, values, value_row, row_ids, ahead, shift, count, dim, target):
@@ -303,7 +347,7 @@ def interleaving(terms):
         After `count` tokens values are 0, up to whole 32. The last 8 of each 16 rows at the addresses
         `ahead`, after adding `shift`, are prefetched.
         """
-        term_bytes = b.mul(dim, I64(2 * STEP))
+        step, term_bytes = LINE // size, b.mul(dim, I64(2 * STEP))
         block = b.mul(term_bytes, I64(terms.rows))
 
         def pair(k, tokens):
@@ -317,11 +361,11 @@ def interleaving(terms):
             if tokens == 2:
                 token = b.add(b.mul(b.lshr(k, I64(3)), I64(ROWS)), b.add(b.and_(k, I64(HALF - 1)), I64(HALF)))
                 later = b.add(shift, lanes.row_id_at(b, ahead, token))
-                with loop(b, b.mul(dim, I64(2)), LINE) as i:
+                with loop(b, b.mul(dim, I64(size)), LINE) as i:
                     lanes.prefetch(b, b.add(later, i))
-            with loop(b, dim, STEP) as i:
+            with loop(b, dim, step) as i:
                 places, place = (
-                    [b.add(at, b.mul(i, I64(2))) for at in row],
+                    [b.add(at, b.mul(i, I64(size))) for at in row],
                     b.add(to, b.mul(i, I64(2 * STEP))),
                 )
                 for half, pairs in enumerate(interleaved(b, places)):
@@ -341,9 +385,9 @@ def interleaving(terms):
         """Return pairs of 32 values of up to two tokens at their places, by terms, for each 16 elements."""
         missing = 2 - len(places)
         if terms.rows == 1:
-            parts = [read(b, at, I16, STEP) for at in places]
-            parts += [Lanes(b, ir.Constant(ir.VectorType(I16, STEP), [0] * STEP))] * missing
-            return [[vector] for vector in interleave(*parts)]
+            parts = [bfloat16_vectors(b, at, terms.element) for at in places]
+            parts += [[Lanes(b, ir.Constant(ir.VectorType(I16, STEP), [0] * STEP))] * (2 // size)] * missing
+            return [[vector] for pair in zip(*parts, strict=True) for vector in interleave(*pair)]
         halves = [[read_floats(b, at, "float16", half) for at in places] for half in range(2)]
         return [pair_terms(x + lanes.zeros(b, LANES, missing), terms.rows) for x in halves]
 

@@ -1,11 +1,12 @@
-"""The narrow engine on processors with tiles (AMX): 8 or 16 query rows over bfloat16, 16 over float16.
+"""The narrow engine on processors with tiles (AMX): 8 or 16 query rows, over float16 only 16.
 
     S = scale K Q^T                    [tokens, rows], queries [dim / 2, rows, 2]
     P = exp(S - m), O = O alpha + P V  [rows, dim]
 
 Tiles of keys of bfloat16 are loaded from the cache where the rows of 16 tokens have one stride; others, as of
 short pages and at the end of a context, are copied first. Rows of float16 are split into two terms of
-bfloat16, so all are copied. So no byte is read that is not in a row of the context.
+bfloat16, and numbers of 8 bits become bfloat16, so all are copied. So no byte is read that is not in a row of
+the context.
 """
 
 import functools
@@ -15,10 +16,13 @@ from kvkit.cpu.attention.engines.nan_safe import nan_safe_scores
 from kvkit.cpu.attention.params import block_at, params_at, prefetched, step_code, tile_at
 from kvkit.cpu.simd import narrow_tiles
 from kvkit.cpu.simd.attention import LANES, scale_by
-from kvkit.cpu.simd.tile_products import BFLOAT16, FLOAT16, STEP
+from kvkit.cpu.simd.tile_products import BFLOAT16, FLOAT16, STEP, Terms
 
 # Query rows of a tile: pairs read bfloat16 as fast with 4, and floats read float16 faster with 8.
 ROWS = {BFLOAT16: (8, 16), FLOAT16: (16,)}
+# Terms over numbers of 8 bits without scales, by their format: beside bfloat16, beside float16.
+EIGHT_BITS = {element: (Terms(1, 1, element), Terms(1, 2, element)) for element in ("e4m3", "e5m2", "int8")}
+ROWS |= {terms: (8, 16) for both in EIGHT_BITS.values() for terms in both}
 CHUNK = 4096  # values that are interleaved, then multiplied, at a time: they stay in the L1 cache
 
 
@@ -42,11 +46,11 @@ def scores(rows, in_memory, terms):
     """Compile S = scale K Q^T."""
     kernels = narrow_tiles.kernels(rows, in_memory, terms)
     multiply, open_tiles, close_tiles = kernels.scores, kernels.open, kernels.close
-    split = terms.rows > 1
+    split = terms.queries > 1
 
     def scores(params_address, block_address, tile_address):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
-        if block.nan_safe and split:  # the second term of an infinity is NaN, which its score need not be
+        if block.nan_safe and split:  # with a second term infinity makes NaN, which its score need not be
             lines, panel, dim = block.workspace + params.workspace.lines, 4 * LANES, params.keys.padded_dim
             for r in range(rows):
                 for i in range(dim // LANES):
@@ -74,14 +78,15 @@ def sums(rows, in_memory, terms):
     """Compile the softmax and O = O alpha + P V."""
     kernels = narrow_tiles.kernels(rows, in_memory, terms)
     softmax, interleave, add = kernels.softmax, kernels.pair_values, kernels.sums
+    each = narrow_tiles.element_bytes(terms)
 
     def sums(params_address, block_address, tile_address):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
         weights, dim = block.workspace + params.workspace.lines, params.values.padded_dim
-        keys, own = prefetched(block.prefetch_in_scores, block, tile), 2 * dim * block.values_in_keys
+        keys, own = prefetched(block.prefetch_in_scores, block, tile), each * dim * block.values_in_keys
         softmax(
             scores=tile.scores, count=tile.count, m_at=tile.m, l_at=tile.l, sums=tile.o, dim=dim,
-            target=weights, ahead=keys, shift=own, size=2 * params.keys.padded_dim - own,
+            target=weights, ahead=keys, shift=own, size=each * params.keys.padded_dim - own,
         )  # fmt: skip
         values, most = prefetched(block.prefetch_in_sums, block, tile), CHUNK // STEP
         tokens = STEP
@@ -91,14 +96,14 @@ def sums(rows, in_memory, terms):
         while begin < tile.count:
             count, first = min(tile.count - begin, tokens), 0
             while first < dim:
-                size, shift = min(dim - first, most), block.prefetch_shift + 2 * first
+                size, shift = min(dim - first, most), block.prefetch_shift + each * first
                 interleave(
-                    values=tile.values + 2 * first, value_row=block.value_row,
+                    values=tile.values + each * first, value_row=block.value_row,
                     row_ids=block.value_ids + 8 * begin, ahead=values + 8 * begin, shift=shift, count=count,
                     dim=size, target=block.wide_values,
                 )  # fmt: skip
                 add(
-                    weights=weights + 2 * terms.rows * rows * begin, count=count,
+                    weights=weights + 2 * terms.queries * rows * begin, count=count,
                     pairs=block.wide_values, dim=size, target=tile.o + 4 * first, row=4 * dim,
                     ahead=0 if own else values + 8 * begin, shift=shift,
                 )  # fmt: skip
