@@ -296,17 +296,20 @@ def test_a_file_is_locked_until_it_has_its_name(tmp_path, monkeypatch, suffix):
         "numbers": np.arange(4.0),
         "none": np.zeros((0, 2), "f4"),
     }
-    given, take_place = arrays if suffix != ".npy" else arrays["numbers"], replace.take_place
+    given, rename = arrays if suffix != ".npy" else arrays["numbers"], os.replace
 
     def swept(temporary, target):
         replace.remove_leftovers(tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == [temporary.name]
         assert replace.TEMPORARY.fullmatch(temporary.name)
-        take_place(temporary, target)
+        rename(temporary, target)
+        renamed.append(target.name)
 
-    monkeypatch.setattr(replace, "take_place", swept)
+    renamed: list[str] = []
+    monkeypatch.setattr(os, "replace", swept)
     path = tmp_path / f"x{suffix}"
     files.write(path, given)
+    assert renamed == [path.name]
     if suffix == ".safetensors":
         for name, array in safetensors.numpy.load_file(path).items():
             assert_same(array, arrays[name])
