@@ -161,7 +161,7 @@ def draw_models(figure: Any) -> None:
 PICTURES = {
     "growth": (draw_growth, 13),
     "threads": (draw_threads, 8),
-    "rivals": (draw_rivals, 7.5),
+    "rivals": (draw_rivals, 8),
     "models": (draw_models, 5),
 }  # and their heights in inches
 SOURCES = {

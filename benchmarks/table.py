@@ -12,7 +12,7 @@ from benchmarks.suites.measuring import bound_share, ratio_text, speed_ratio
 
 HERE = Path(__file__).resolve().parent
 PLACES = "layout 3", "layout 0", "pages of 16"
-PEERS = "torch", "FlexAttention", "vLLM", "onnxruntime", "ggml"
+PEERS = "torch", "FlexAttention", "vLLM", "onnxruntime", "ggml", "ik_llama.cpp"
 
 
 def about(report):
