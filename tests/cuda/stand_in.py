@@ -37,7 +37,7 @@ def built(folder):
     if compiler and not (library.exists() and library.stat().st_mtime > newest):
         made = library.with_suffix(f".{id(folder)}")
         sources = sorted(SOURCES.glob("*.c"))
-        options = "-O1", "-shared", "-fPIC", f"-Wl,-soname,{library.name}"
+        options = "-O1", "-shared", "-fPIC", "-pthread", f"-Wl,-soname,{library.name}"
         subprocess.run([compiler, *options, "-o", made, *sources, "-ldl"], check=True)
         made.replace(library)
     return library if compiler else None

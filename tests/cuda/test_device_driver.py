@@ -302,6 +302,32 @@ def test_the_default_streams_of_threads_are_streams_of_their_own(model):
         assert np.array_equal(found, expected)
 
 
+def test_threads_ask_the_driver_at_once(model):
+    """One launches kernels while others allocate, copy there and back, and give memory back."""
+    plan, wrong = model.plan(), []
+
+    def launch():
+        for _ in range(3):
+            model.run(plan, host.PER_THREAD_DEFAULT)
+            wrong.append(not all(out.copy_to_host().any() for out in model.out))
+
+    def copy(size):
+        given, stream = np.arange(size, dtype=np.float32), cuda.per_thread_default_stream()
+        for _ in range(100):
+            there = cuda.to_device(given, stream=stream)
+            wrong.append(not np.array_equal(there.copy_to_host(stream=stream), given))
+
+    threads = [threading.Thread(target=launch)]
+    threads += [threading.Thread(target=copy, args=(size,)) for size in (1000, 5000)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(wrong) == 203
+    assert not any(wrong)
+    model.check()
+
+
 def test_a_capture_that_nothing_was_prepared_for(model):
     """It is refused, and spoils nothing."""
     plan, stream = model.plan(), cuda.stream()

@@ -9,13 +9,14 @@ It computes nothing: launches are handed to `on_launch`, and run when `on_run` i
 #include <stdlib.h>
 #include <string.h>
 
+pthread_mutex_t shared_state = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 long counts[COUNTERS];
 Launched on_launch;
 Run on_run;
 Moved on_memory;
 
-void stand_in_begin(Launched launched, Run run, Moved moved) { on_launch = launched, on_run = run, on_memory = moved; }
-void stand_in_forget(void) { memset(counts, 0, sizeof counts); }
+void stand_in_begin(Launched launched, Run run, Moved moved) { ALONE; on_launch = launched, on_run = run, on_memory = moved; }
+void stand_in_forget(void) { ALONE; memset(counts, 0, sizeof counts); }
 long stand_in_count(int which) { return counts[which]; }
 
 static int setting(const char *name, int usual) {
@@ -104,6 +105,7 @@ struct Kernel {
 };
 
 int cuLibraryLoadData(void **library, const void *code, void *a, void **b, Number c, void *d, void **e, Number f) {
+    ALONE;
     if (capturing()) return REFUSED;
     if (memcmp(code, "\177ELF", 4)) return INVALID; /* PTX would be compiled here, which must not be needed */
     *library = malloc(1);
@@ -156,6 +158,7 @@ int cuFuncSetAttribute(Function *function, int which, int value) {
 
 int cuLaunchKernel(Function *function, Number gx, Number gy, Number gz, Number bx, Number by, Number bz, Number shared,
                    void *stream, void **parameters, void **extra) {
+    ALONE;
     Number form[7] = {gx, gy, gz, bx, by, bz, shared};
     Kernel *kernel = function->kernel;
     if (current_device() < 0) return NO_CONTEXT;

@@ -1,5 +1,6 @@
 /* What the parts of the stand-in for the CUDA driver tell each other. */
 
+#include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -20,6 +21,13 @@ extern long counts[COUNTERS];
 extern Launched on_launch;
 extern Run on_run;
 extern Moved on_memory;
+
+/* Threads ask at once, as of any driver: what changes or reads what they share does so ALONE, until it returns.
+   A thread may hold it and wait for Python's lock, in `on_run`; none waits for it while it holds Python's. */
+extern pthread_mutex_t shared_state;
+static inline int enter(void) { return pthread_mutex_lock(&shared_state); }
+static inline void leave(int *held) { pthread_mutex_unlock(&shared_state); }
+#define ALONE __attribute__((cleanup(leave))) int held = enter()
 
 int current_device(void);                          /* -1: there is no context */
 

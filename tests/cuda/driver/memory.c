@@ -30,11 +30,13 @@ static Block *block_of(Place place) {
 }
 
 int device_of(Place place) {
+    ALONE;
     Block *block = block_of(place);
     return block ? block->device : -1;
 }
 
 int cuMemAlloc_v2(Place *place, size_t size) {
+    ALONE;
     if (capturing()) return REFUSED;
     if (!size) return INVALID;
     if (current_device() < 0) return NO_CONTEXT;
@@ -56,6 +58,7 @@ int cuMemAlloc_v2(Place *place, size_t size) {
 }
 
 int cuMemFree_v2(Place place) {
+    ALONE;
     Block *block = block_of(place);
     if (capturing()) return REFUSED;
     if (!place) return OK;
@@ -81,6 +84,7 @@ int cuMemGetInfo_v2(size_t *unused, size_t *total) {
 }
 
 int cuMemGetAddressRange_v2(Place *place, size_t *size, Place inside) {
+    ALONE;
     Block *block = block_of(inside);
     if (!block) return INVALID;
     if (place) *place = block->place;
@@ -89,6 +93,7 @@ int cuMemGetAddressRange_v2(Place *place, size_t *size, Place inside) {
 }
 
 int cuPointerGetAttribute(void *value, int which, Place place) {
+    ALONE;
     enum { CONTEXT = 1, KIND, DEVICE_POINTER, HOST_POINTER, SYNC = 6, MANAGED = 8, ORDINAL, ON_DEVICE = 2 };
     extern void *context_of(int);
     Block *block = block_of(place);
@@ -113,6 +118,7 @@ int cuPointerGetAttributes(Number count, int *which, void **values, Place place)
 /* Copies */
 
 static int copied(void *stream, void *target, const void *source, size_t size, int staged) {
+    ALONE;
     if (capturing()) return REFUSED;
     counts[COPIES]++;
     return enqueue_copy(stream, target, source, size, staged);
@@ -147,6 +153,7 @@ int cuMemcpyDtoD_v2(Place target, Place source, size_t size) {
 }
 
 int cuMemsetD8Async(Place place, unsigned char value, size_t size, void *stream) {
+    ALONE;
     if (capturing()) return REFUSED;
     counts[COPIES]++;
     return enqueue_fill(stream, place, value, size);

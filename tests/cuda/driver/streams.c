@@ -110,7 +110,7 @@ int enqueue_launch(void *stream, void *kernel, const Number *form, void **parame
     return number < 0 ? INVALID : enqueue(stream, (Work){LAUNCH, number});
 }
 
-int run_stream(void *handle) { return run(stream_of(handle), end(stream_of(handle))); }
+int run_stream(void *handle) { ALONE; return run(stream_of(handle), end(stream_of(handle))); }
 
 int run_all(void) {
     int error = OK;
@@ -124,6 +124,7 @@ int run_all(void) {
 }
 
 int capturing(void) {
+    ALONE;
     if (captures) counts[REFUSALS]++, lost = 1;
     return captures;
 }
@@ -131,6 +132,7 @@ int capturing(void) {
 /* Streams by name */
 
 int cuStreamCreate(void **handle, Number flags) {
+    ALONE;
     if (current_device() < 0) return NO_CONTEXT;
     if (made == MOST_STREAMS) return NO_MEMORY;
     streams[made] = (Stream){.device = current_device(), .flags = flags};
@@ -140,6 +142,7 @@ int cuStreamCreate(void **handle, Number flags) {
 
 int cuStreamCreateWithPriority(void **handle, Number flags, int priority) { return cuStreamCreate(handle, flags); }
 int cuStreamDestroy_v2(void *handle) {
+    ALONE;
     int error = run_stream(handle);
     stream_of(handle)->gone = 1;
     return error;
@@ -157,12 +160,14 @@ int cuStreamGetCtx(void *handle, void **context) {
 }
 
 int cuStreamSynchronize(void *handle) {
+    ALONE;
     if (capturing()) return REFUSED;
     counts[WAITS]++;
     return stream_of(handle)->gone ? NO_HANDLE : run_stream(handle);
 }
 
 int cuCtxSynchronize(void) {
+    ALONE;
     if (capturing()) return REFUSED;
     counts[WAITS]++;
     return run_all();
@@ -170,10 +175,11 @@ int cuCtxSynchronize(void) {
 
 /* Events */
 
-int cuEventCreate(void **event, Number flags) { *event = calloc(1, sizeof(Event)); counts[EVENTS]++; return OK; }
+int cuEventCreate(void **event, Number flags) { ALONE; *event = calloc(1, sizeof(Event)); counts[EVENTS]++; return OK; }
 int cuEventDestroy_v2(void *event) { free(event); return OK; }
 
 int cuEventRecord(Event *event, void *handle) {
+    ALONE;
     Stream *stream = stream_of(handle);
     if (stream->gone) return NO_HANDLE;
     *event = (Event){stream, end(stream), stream->captured};
@@ -183,6 +189,7 @@ int cuEventRecord(Event *event, void *handle) {
 int cuEventRecordWithFlags(Event *event, void *handle, Number flags) { return cuEventRecord(event, handle); }
 
 int cuStreamWaitEvent(void *handle, Event *event, Number flags) {
+    ALONE;
     Stream *stream = stream_of(handle);
     if (stream->gone) return NO_HANDLE;
     if (stream->captured != event->captured) {
@@ -194,16 +201,18 @@ int cuStreamWaitEvent(void *handle, Event *event, Number flags) {
 }
 
 int cuEventSynchronize(Event *event) {
+    ALONE;
     if (capturing()) return REFUSED;
     counts[WAITS]++;
     return event->stream ? run(event->stream, event->until) : OK;
 }
 
-int cuEventQuery(Event *event) { return event->stream ? run(event->stream, event->until) : OK; }
+int cuEventQuery(Event *event) { ALONE; return event->stream ? run(event->stream, event->until) : OK; }
 
 /* Graphs: the launches of a stream while it is captured */
 
 int cuStreamBeginCapture_v2(void *handle, int mode) {
+    ALONE;
     Stream *stream = stream_of(handle);
     if (stream < streams || stream >= streams + MOST_STREAMS || stream->captured) return INVALID;
     int error = run_stream(handle);
@@ -217,6 +226,7 @@ int cuStreamIsCapturing(void *handle, int *status) {
 }
 
 int cuStreamEndCapture(void *handle, void **graph) {
+    ALONE;
     Stream *stream = stream_of(handle);
     List *list = calloc(1, sizeof(List));
     *list = stream->list;
@@ -230,6 +240,7 @@ int cuGraphDestroy(void *graph) { return OK; }
 int cuGraphExecDestroy(void *graph) { return OK; }
 
 int cuGraphLaunch(List *graph, void *handle) {
+    ALONE;
     for (long i = 0; i < graph->count; i++) {
         int error = enqueue(handle, graph->work[i]);
         if (error) return error;
