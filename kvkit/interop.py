@@ -17,6 +17,7 @@ from kvkit.runtime import call_log
 from kvkit.typed import Array, Method
 
 CPU = 1  # DLPack's device type of a CPU
+INDEX_DTYPES = np.dtype(np.int64), np.dtype(np.int32)
 EXTENSION_DTYPES = {fmt.dtype.name: fmt.dtype for fmt in (BFLOAT16, *FLOATS8)}  # ml_dtypes', not numpy's own
 
 
@@ -30,6 +31,8 @@ def integers(name: str, value: Any, ndim: int | None = None, *, as_index: bool =
 
     `as_index` says that the dtype must be int64 or int32, which operators take.
     """
+    if as_index and type(value) is np.ndarray and value.ndim == ndim and value.dtype in INDEX_DTYPES:
+        return value
     if isinstance(value, np.ma.MaskedArray):
         refuse_masked(name, value)
     axes = "" if ndim is None else f"{ndim} {'axis' if ndim == 1 else 'axes'}"
@@ -42,7 +45,7 @@ def integers(name: str, value: Any, ndim: int | None = None, *, as_index: bool =
         array = array.astype(np.int64)  # numpy makes an array of float64 of []
         array = array.reshape((0,) * ndim) if ndim and array.ndim == 1 else array
     if as_index:
-        if array.dtype != np.int64 and array.dtype != np.int32:
+        if array.dtype not in INDEX_DTYPES:
             raise argument_error(name, wanted, describe(value) if array.dtype == object else array.dtype)
         if array.ndim != ndim:
             raise argument_error(name, axes, f"shape {array.shape}")

@@ -13,9 +13,8 @@ from benchmarks.suites.cache_operators import DTYPES
 from benchmarks.suites.measuring import Case, Work
 from benchmarks.suites.memory import plain_read, sets
 from benchmarks.suites.problem import DIM, problem
-from kvkit.calls import pools, prepared, steps
+from kvkit.calls.prepared import forget_all
 from kvkit.cpu import machine
-from kvkit.runtime import repeats
 from kvkit.runtime.arrays import zeros
 
 TOKENS, HEADS, WINDOW = 2048, 32, 1024
@@ -26,20 +25,13 @@ def without_tiles(run):
     """Return the function of the round as it runs without tiles, which prepares its call anew."""
 
     def other(i):
-        choose, calls = machine.tiles, (
-            prepared.attentions, steps.planned_steps, pools.latest
-        )  # fmt: skip
-        machine.tiles = lambda: None
-        for each in calls:
-            each.clear()
-        repeats.forget_all()
+        choose, machine.tiles = machine.tiles, lambda: None
+        forget_all()
         try:
             return run(i)
         finally:
             machine.tiles = choose
-            for each in calls:
-                each.clear()
-            repeats.forget_all()
+            forget_all()
 
     return other
 

@@ -16,6 +16,7 @@ from kvkit.calls.prepared import (
     form_of,
     is_pair,
     one_or_all,
+    store_of_operators,
 )
 from kvkit.checks import index_tensors
 from kvkit.checks.arguments import PoolAttention, PoolTransfer
@@ -152,7 +153,7 @@ class PlannedPages:
         return angles
 
 
-latest: PreparedCalls[tuple[list[Any], PlannedPages]] = PreparedCalls(MOST_STEPS)
+latest: PreparedCalls[tuple[list[Any], PlannedPages]] = store_of_operators(MOST_STEPS)
 
 
 def attend_to_pages(call: PoolAttention, out: Array | Arrays | None) -> Attended:

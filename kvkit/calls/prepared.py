@@ -137,6 +137,23 @@ class PreparedCalls(dict[Any, Prepared], Generic[Prepared]):
             return
 
 
+STORES: list[PreparedCalls[Any]] = []  # of operators' calls
+
+
+def store_of_operators(most: int) -> PreparedCalls[Any]:
+    """Return a store of operators' calls, which `forget_all` clears."""
+    STORES.append(PreparedCalls(most))
+    return STORES[-1]
+
+
+def forget_all() -> None:
+    """Forget every call of an operator, so that the next one is checked and prepared."""
+    for store in STORES:
+        store.clear()
+    for remembered in [*repeats.KNOWN]:
+        remembered.forget()
+
+
 class Refit(NamedTuple):
     """Lists all that changes between runs of prepared attention, but for the addresses of its arrays."""
 
@@ -316,7 +333,7 @@ class PreparedCall:
             ends[i] = ends[0] + i * length
 
 
-attentions: PreparedCalls[PreparedCall] = PreparedCalls(MOST_ATTENTIONS)
+attentions: PreparedCalls[PreparedCall] = store_of_operators(MOST_ATTENTIONS)
 
 
 def attend_to_keys(call: KeyAttention, out: Array | Arrays | None) -> Attended:

@@ -22,6 +22,7 @@ from kvkit.calls.prepared import (
     form_of,
     is_pair,
     is_unaligned,
+    store_of_operators,
     transfer_launches,
 )
 from kvkit.checks import index_tensors
@@ -164,7 +165,7 @@ class PlannedStep:
 
 
 # A running call takes its step out, so that no other thread uses it.
-planned_steps: PreparedCalls[PlannedStep] = PreparedCalls(MOST)
+planned_steps: PreparedCalls[PlannedStep] = store_of_operators(MOST)
 
 
 def run_in_cache(where: SupportsIndex | StepArguments, call: CacheTransfer | CacheAttention, out: Any) -> Any:

@@ -21,7 +21,6 @@ from kvkit.layouts.grammar import Layout
 from kvkit.typed import Array
 
 INT64_MAX = np.iinfo(np.int64).max
-INDEX_DTYPES = np.dtype(np.int64), np.dtype(np.int32)
 NamedLength = tuple[str, int]  # the name of an array, and its length
 # With KVKIT_VALIDATE=1 in the environment, operators also refuse tables that can be read but are wrong. It is
 # read once: a look-up takes a microsecond of each call.
@@ -30,10 +29,7 @@ VALIDATES = os.environ.get("KVKIT_VALIDATE", "0") not in ("", "0")
 
 def index(name: str, value: ArrayLike, ndim: int = 1, length: int | None = None) -> Array:
     """Copy an index tensor as int64, so that kernels read the checked numbers even if it changes later."""
-    if type(value) is np.ndarray and value.ndim == ndim and value.dtype in INDEX_DTYPES:
-        array = value
-    else:
-        array = integers(name, value, ndim, as_index=True)
+    array = integers(name, value, ndim, as_index=True)
     if length is not None and len(array) != length:
         raise argument_error(name, f"{length} entries", len(array))
     return array.astype(np.int64, order="C")

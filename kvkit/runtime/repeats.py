@@ -364,12 +364,6 @@ def state_of(
     return np.array([*header, *[0] * (HEADER - len(header)), *map(id, names), *numbers], np.int64)
 
 
-def forget_all() -> None:
-    """Forget all calls that were remembered."""
-    for repeats in [*KNOWN]:
-        repeats.forget()
-
-
 def repeatable(operator: Method) -> Method:
     """Decorate a function, or a method of an object with `repeats`, so that its calls can run again.
 

@@ -14,14 +14,12 @@ from scenes import DTYPES, every_two
 
 import kvkit
 from kvkit import formats
-from kvkit.calls import steps
-from kvkit.calls.prepared import PreparedCalls
+from kvkit.calls.prepared import forget_all
 from kvkit.cpu import machine
 from kvkit.cpu.attention.engines import integers, wide_integers
 from kvkit.cpu.attention.params import WIDE_BLOCK
 from kvkit.cpu.attention.work_items import WIDE
 from kvkit.cpu.simd.wide_integers import LOST
-from kvkit.runtime import repeats
 
 pytestmark = [
     pytest.mark.cpu,
@@ -275,9 +273,7 @@ def problem(rng, bits, group, heads, length=203, dim=128):
 def without(monkeypatch, function):
     with monkeypatch.context() as patch:
         patch.setattr(machine, "has_integers", lambda: False)
-        # Calls of one form would be those with integers.
-        patch.setattr(steps, "planned_steps", PreparedCalls(1))
-        repeats.forget_all()
+        forget_all()  # calls of one form would be those with integers
         return function()
 
 

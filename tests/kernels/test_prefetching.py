@@ -9,13 +9,12 @@ import pytest
 from attention_scenes import FP16, FP32, INT4, INT8, dynamic_cache
 from scenes import assert_same, first_quick
 
-from kvkit.calls import steps
-from kvkit.calls.prepared import PreparedCalls
+from kvkit.calls.prepared import forget_all
 from kvkit.cpu import prefetching
 from kvkit.cpu.attention import prepare
 from kvkit.cpu.prefetching import ALWAYS, KB, Distance
 from kvkit.errors import KvkitError
-from kvkit.runtime import arrays, processor, repeats
+from kvkit.runtime import arrays, processor
 from kvkit.runtime.processor import Processor
 from kvkit.tools import tuning
 
@@ -94,8 +93,7 @@ def test_distances_change_no_bit(page_size, formats, heads, rng, monkeypatch):
     prepare.FIXED.clear()
     found = []
     for distances in DISTANCES:
-        monkeypatch.setattr(steps, "planned_steps", PreparedCalls(1))  # prepare the call again
-        repeats.forget_all()
+        forget_all()
         with prefetching.using(distances):
             found.append(call.copy().run(return_lse=True))
     assert len(prepare.FIXED) == len(DISTANCES)

@@ -75,7 +75,7 @@ def test_what_a_call_has_to_say(monkeypatch):
         return kvkit.multi_head_attention(query, query, query, num_heads=2, head_dim=16)
 
     call()
-    kvkit.calls.prepared.attentions.clear()
+    kvkit.calls.prepared.forget_all()
     monkeypatch.setattr(prepare, "ATTENTION_PARAMS", Record(*ATTENTION_PARAMS.names, "one_more"))
     with pytest.raises(TypeError, match=r"one_more$"):
         call()

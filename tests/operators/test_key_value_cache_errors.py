@@ -7,9 +7,8 @@ from refusals import FLOAT, LEGAL_ROWS, TENSORS, changed, kinds, legal, refused
 from scenes import INT64_MAX, INT64_MIN
 
 import kvkit
-from kvkit.calls import steps
+from kvkit.calls.prepared import forget_all
 from kvkit.cpu.copy import transfer
-from kvkit.runtime import repeats
 
 
 @pytest.mark.parametrize("case", LEGAL_ROWS)
@@ -87,8 +86,7 @@ def test_nothing_is_stored_if_the_load_cannot_be_prepared(monkeypatch):
             raise KeyboardInterrupt
         return rows(direction, *rest)
 
-    steps.planned_steps.clear()  # a call of this form is prepared no second time
-    repeats.forget_all()
+    forget_all()  # a call of this form is prepared no second time
     monkeypatch.setattr(transfer, "rows", interrupted)
     before = scene["cache"].tobytes()
     with pytest.raises(KeyboardInterrupt):

@@ -6,9 +6,9 @@ import pytest
 from pool_scenes import drawn
 
 import kvkit
+from kvkit.calls.prepared import forget_all
 from kvkit.checks import index_tensors, paged
 from kvkit.formats.elements import BY_NAME
-from kvkit.runtime import repeats
 
 PAGE, LENGTHS, STARTS = 4, [6, 0, 9, 2], [0, 2, 2, 5, 7]
 PAGES = [[5, 0], [], [3, 2, 4], [1]]
@@ -122,7 +122,7 @@ def test_calls_without_a_plan_are_checked_once_for_equal_index_tensors(lists, rn
     call(1)
     call(0)
     monkeypatch.setattr(index_tensors, "VALIDATES", True)
-    repeats.forget_all()
+    forget_all()
     call(1)
     monkeypatch.undo()
     pages[pages == 1] = 77

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import kvkit
-from kvkit.calls import pools, prepared, steps
-from kvkit.calls.prepared import PreparedCall, Refit
+from kvkit.calls import prepared
+from kvkit.calls.prepared import PreparedCall, Refit, forget_all
 from kvkit.interop import numpy_to_tensor
 from kvkit.runtime import locks, repeats
 
@@ -29,16 +29,9 @@ SIZES = {"num_heads": QUERY_HEADS, "num_kv_heads": HEADS, "head_dim": DIM}
 
 @pytest.fixture(autouse=True)
 def fresh():
-    forget()
+    forget_all()
     yield
-    forget()
-
-
-def forget():
-    """Forget every prepared call, so that the next one is checked and prepared."""
-    for calls in prepared.attentions, steps.planned_steps, pools.latest:
-        calls.clear()
-    repeats.forget_all()
+    forget_all()
 
 
 @pytest.fixture

@@ -2,9 +2,8 @@
 
 import pytest
 
-from kvkit.calls import pools, prepared, steps
+from kvkit.calls.prepared import forget_all
 from kvkit.cpu import machine
-from kvkit.runtime import repeats
 
 HAVE_TILES = machine.has("amx") and machine.tiles_obstacle() is None
 needs_tiles = pytest.mark.skipif(not HAVE_TILES, reason="the processor has no tiles, or may not use them")
@@ -19,6 +18,4 @@ forms = pytest.mark.parametrize("form", FORMS)
 def use_tiles(monkeypatch, form):
     """Multiply tiles by "instructions", in "memory", or, if the form is None, not at all."""
     monkeypatch.setattr(machine, "tiles", lambda: form)
-    for calls in prepared.attentions, steps.planned_steps, pools.latest:
-        calls.clear()  # a call of the same form would be that of other engines
-    repeats.forget_all()
+    forget_all()  # a call of the same form would be that of other engines

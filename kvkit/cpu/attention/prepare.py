@@ -121,9 +121,16 @@ def prepare_attention(query, out, lse, context, steps, decoding, weights, key_we
     longest, floats = max(*sizes, 1), context.decoder is None and BY_NAME[context.cache_format].bits >= 16
     is_long = floats and longest <= LONGEST_ROW and sizes == (keys.row * key_step, values.row * value_step)
     lead = 0 if longest <= UNAIDED_ROW else LONG_RUN_AHEAD // longest
+    numbers: list[int] = []  # of the fields of keys and values
+    for side, table, step, element, size in zip(
+        context.sides, (steps.table, value_table), context.steps, context.elements, sizes, strict=True
+    ):
+        table_at = address(steps.table if table is None else table)
+        scale_tokens = LINE // 2 // max(1, abs(side.scale_row * step))
+        numbers += *side, table_at, step, element, size, max(1, scale_tokens)
     same_strides = keys.row == values.row and (context.heads == 1 or keys.head == values.head)
     fields = {
-        **side_fields(context, steps.table, steps.table if value_table is None else value_table),
+        **dict(zip(SIDE_FIELDS, numbers, strict=True)),
         **scoring_fields(weights, constants, sinks),
         **(NO_KEY_SUMS if key_weights is None else key_sum_fields(key_weights, steps)),
         "values_have_own_table": value_table is not None or not same_strides,
@@ -131,7 +138,10 @@ def prepare_attention(query, out, lse, context, steps, decoding, weights, key_we
         "long_run_lead": lead,
         **token_fields(query, out, lse, context.heads, steps, decoding),
     }
-    record, places, in_order, fixed = fixed_params(form, distances)
+    known = FIXED.get((form, distances))
+    if known is None:  # where threads make it at once, all get the first one
+        known = FIXED.setdefault((form, distances), fixed_params(form, distances))
+    record, places, in_order, fixed = known
     if len(fields) + len(fixed) != len(ATTENTION_PARAMS.names):
         ATTENTION_PARAMS.filled(fixed | fields)  # raises, and says what is wrong
     params = record.copy()
@@ -147,7 +157,7 @@ def prepare_attention(query, out, lse, context, steps, decoding, weights, key_we
             code = form.decoder.to_bfloat16 if form.decoder else rows_code(LOAD, "bfloat16", side).address
             params[FIELD[f"{name}.to_bfloat16"]] = code
     return launch(
-        params, division, (steps, weights, constants, sinks), shared and (shared, weights), key_weights
+        params, division, (steps, weights, constants, sinks, fixed), shared and (shared, weights), key_weights
     )
 
 
@@ -227,22 +237,6 @@ def least_shared():
 
 
 FIXED: dict[Any, Any] = {}  # what `fixed_params` has returned, by its arguments
-
-
-def fixed_params(form, distances):
-    """Return params with the fields that a form decides, and where the fields of a call lie and f(fields).
-
-    The function returns the numbers of these fields in order. All is kept for good, because the params hold
-    their arrays' addresses: where threads make them at once, all get the first ones.
-    """
-    found = FIXED.get((form, distances))
-    if found is not None:
-        return found
-    fixed = fixed_fields(form, distances)
-    names = [name for name in ATTENTION_PARAMS.names if name not in fixed]
-    record = ATTENTION_PARAMS.filled(fixed | dict.fromkeys(names, 0))
-    places = np.array([FIELD[name] for name in names])
-    return FIXED.setdefault((form, distances), (record, places, operator.itemgetter(*names), fixed))
 
 
 # What formats and sizes decide
@@ -330,8 +324,12 @@ def terms(form):
     return wide, narrow_tiles.EIGHT_BITS[element][halves] if fits and known else None
 
 
-def fixed_fields(form, distances):
-    """Return the fields that a form decides, and zeros for fields that are set later."""
+def fixed_params(form, distances):
+    """Return (params with the fields of a form, where those of a call lie, f(fields of a call), the fields).
+
+    The function returns the numbers of a call's fields in order. Fields that are set later are 0. The params
+    hold addresses of arrays that are among the fields.
+    """
     decoder, block, dims = form.decoder, BLOCK_TOKENS, (form.dim, form.value_dim)
     size = [BY_NAME[side].bytes(dim) for side, dim in zip(form.cache_formats, dims, strict=True)]  # of a head
     scale_bytes = form.dim // (form.group or form.dim) * BY_NAME[form.scale].bytes(1) if form.scale else 0
@@ -360,7 +358,7 @@ def fixed_fields(form, distances):
         for side in form.cache_formats
     ]
     most_narrow = in_tiles[-1] if in_tiles else NARROW  # rows of a narrow tile
-    return dict.fromkeys(LATE_FIELDS, 0) | workspace_fields(form, most_narrow, block, max(leads)) | {
+    fixed = dict.fromkeys(LATE_FIELDS, 0) | workspace_fields(form, most_narrow, block, max(leads)) | {
         "heads": form.heads, "heads_interleaved": form.interleaved,
         "scale_bytes": scale_bytes,
         "scaled_run": prefetching.ALWAYS if form.interleaved else distances.scaled_run,
@@ -380,6 +378,9 @@ def fixed_fields(form, distances):
         "query_to_float": rows_code(LOAD, "float32", form.data).address,
         "float_to_out": scaled_row(form.data).address,
     }  # fmt: skip
+    names = [name for name in ATTENTION_PARAMS.names if name not in fixed]
+    record = ATTENTION_PARAMS.filled(fixed | dict.fromkeys(names, 0))
+    return record, np.array([FIELD[name] for name in names]), operator.itemgetter(*names), fixed
 
 
 def workspace_fields(form, most_narrow, block, lead):
@@ -460,18 +461,6 @@ SIDE_FIELDS = [
     for name in ("keys", "values")
     for field in (*Side._fields, "table", "step", "element", "bytes", "scale_tokens")
 ]
-
-
-def side_fields(context, *tables):
-    """Return the fields of keys and values: addresses and strides, page tables, steps and sizes."""
-    sizes = context.key_bytes, context.value_bytes
-    numbers: list[int] = []
-    for side, table, step, element, size in zip(
-        context.sides, tables, context.steps, context.elements, sizes, strict=True
-    ):
-        scale_tokens = LINE // 2 // max(1, abs(side.scale_row * step))
-        numbers += *side, address(table), step, element, size, max(1, scale_tokens)
-    return dict(zip(SIDE_FIELDS, numbers, strict=True))
 
 
 def token_fields(query, out, lse, heads, steps, decoding):
