@@ -11,7 +11,7 @@ from kvkit import cpu
 from kvkit.calls.prepared import (
     PreparedCall,
     PreparedCalls,
-    attend,
+    Refit,
     attention_launches,
     form_of,
     is_pair,
@@ -20,16 +20,19 @@ from kvkit.calls.prepared import (
 )
 from kvkit.checks import index_tensors
 from kvkit.checks.arguments import PoolAttention, PoolTransfer
-from kvkit.checks.contexts import Contexts
+from kvkit.checks.attention import AttentionCall
+from kvkit.checks.contexts import Contexts, checked_contexts
 from kvkit.checks.paged import PoolAppend, checked_append, checked_paged_attention
 from kvkit.checks.pools import BlockCopy
+from kvkit.checks.records import StepIndex
+from kvkit.errors import KvkitError
 from kvkit.formats import elements
 from kvkit.runtime import repeats
 from kvkit.runtime.arrays import address, empty_result
 from kvkit.typed import Array, Arrays, Attended
 
 COPIED_BYTES = 2**20  # bytes of blocks that are copied at a time
-MOST_STEPS, MOST_BYTES = 4, 2**20  # steps whose index tensors are remembered, and bytes of a step's
+MOST_STEPS, MOST_BYTES = 32, 2**20  # forms of calls that are remembered, and bytes of their index tensors
 FLOATS8 = frozenset(one.dtype for one in elements.FLOATS8)
 POOLS = "key_cache", "value_cache"
 SCALES = "key_scale", "value_scale"
@@ -80,50 +83,124 @@ def append_launches(call: PoolAppend, angles: Array | None = None) -> list[Any]:
     return launches
 
 
-class PlannedPages:
-    """Contexts in pages. Calls that differ only in the addresses of their arrays are checked once.
+class PagesStep:
+    """Contexts in pages that calls of one form bring: numbers of their index tensors, and what kernels read.
 
-    `sequences` are the contexts of a plan. Without them each call brings its own, which must all be equal.
+    `words` are the version, -1 while the step changes, and the rows that it needs of a cache, which are 0.
     """
+
+    __slots__ = ("_blocks", "_context", "_steps", "numbers", "words")
+
+    def __init__(self, tensors: Sequence[Array], call: AttentionCall) -> None:
+        self._steps, self._context, self._blocks = call.steps, call.context, call.blocks
+        self.words, self.numbers = np.zeros(2, np.int64), [tensor.copy() for tensor in tensors]
+
+    def follow(self, call: PoolAttention, tensors: Sequence[Array]) -> bool:
+        """Become the step of other index tensors of the same form; return False if that is not certain."""
+        if all(map(same_bytes, self.numbers, tensors)):
+            return True
+        version, steps, context = int(self.words[0]), self._steps, self._context
+        self.words[0] = -1
+        for numbers, tensor in zip(self.numbers, tensors, strict=True):
+            np.copyto(numbers, tensor)
+        *tables, lengths = self.numbers if call.query_starts is None else self.numbers[:-1]
+        starts = None if call.query_starts is None else self.numbers[-1]
+        try:
+            contexts = checked_contexts(
+                tuple(tables) if isinstance(call.block_tables, tuple) else tables[0], lengths, starts,
+                self._blocks, steps.page_size, steps.tokens,
+            )  # fmt: skip
+        except KvkitError:  # the full checks find what else is wrong
+            return False
+        same_rows = context.steps[0] == context.steps[1]
+        new = contexts.steps(context.pages, steps.rows, same_rows=same_rows, overwrite=True)
+        if new.table.dtype != steps.table.dtype:
+            return False
+        for array, other in zip(read_by_kernels(steps), read_by_kernels(new), strict=True):
+            np.copyto(array, other)
+        self.words[0] = version + 1
+        return True
+
+
+def same_bytes(one: Array, other: Array) -> bool:
+    """Return whether two arrays of one form have equal bytes."""
+    return one.tobytes() == other.tobytes()
+
+
+def read_by_kernels(steps: StepIndex) -> list[Array]:
+    """Return the arrays of contexts in pages that kernels read."""
+    arrays = steps.seqstarts, steps.kvstarts, steps.table, steps.value_table, steps.table_starts
+    return [array for array in arrays if array is not None]
+
+
+PreparedAttention = tuple[PreparedCall, ResultForms, PagesStep | None]
+
+
+def attend_prepared(
+    calls: PreparedCalls[PreparedAttention], call: PoolAttention, out: Array | Arrays | None,
+    sequences: Contexts | None, tensors: Sequence[Array] = (),
+) -> Attended:  # fmt: skip
+    """Run `paged_attention` by a prepared call of its form, else prepare one, for the contexts of a plan.
+
+    Without a plan each call brings its contexts: `tensors`, or () if it is to be checked in full. Calls with
+    a mask, slopes, sinks or scales of heads are always checked.
+    """
+    call = with_floats(call)
+    scoring, (scales, numbers, are_read) = call.scoring, scales_of(call)
+    results: Any = tuple(out) if is_pair(out) else (out,)  # type: ignore[arg-type]
+    pools, form = (call.key_cache, call.value_cache), None
+    plain = scoring.attn_mask is scoring.sinks is call.alibi_slopes is None
+    plain = plain and not are_read and (bool(tensors) or sequences is not None)
+    if plain and call.return_key_weights is False and type(scoring.window) is tuple:
+        attributes = *scoring, *scoring.window, *numbers, call.layout, call.quant_format, call.return_lse
+        form = form_of(
+            (call.query, *pools, *scales, *results, *tensors),
+            (*attributes, *pool_placement(*pools), call.query_starts is None),
+        )
+    # A running call takes its contexts out, so that no other thread changes them.
+    known = calls.take(form) if tensors else calls.find(form)
+    arrays = call.query, *in_both(*pools), *in_both(*scales)
+    if known:
+        prepared, forms, step = known
+        results = results if out is not None else tuple([empty_result(*each) for each in forms])
+        if step is None or step.follow(call, tensors):
+            refit = None
+            if step is not None:
+                refit = Refit(int(step.words[0]))
+                repeats.note_tensors(tensors, step.numbers)
+            if prepared.run((*arrays, *results), refit):
+                calls.keep(form, known)
+                return one_or_all(results)
+    checked = checked_paged_attention(call, sequences)
+    results = checked.results.arrays(out)
+    launches = attention_launches(checked, results)
+    cpu.launches.start(*launches)
+    if form and checked.query is call.query:
+        step = PagesStep(tensors, checked) if tensors else None
+        launches[0].owners = cpu.attention.params.POOL_OWNERS
+        named = dict(zip(("query", *POOLS, *SCALES, *RESULTS), (*arrays, *results), strict=False))
+        prepared = PreparedCall(
+            launches, named, len(results),
+            step=step.words if step else None, attention=launches[0] if step else None,
+        )  # fmt: skip
+        calls.keep(form, (prepared, list(checked.results.forms.values()), step))
+    return one_or_all(results)
+
+
+class PlannedPages:
+    """Checked contexts in pages. Calls that differ only in the addresses of their arrays are checked once."""
 
     __slots__ = ("_angles", "_appended", "_attended", "sequences")
 
-    def __init__(self, sequences: Contexts | None = None) -> None:
+    def __init__(self, sequences: Contexts) -> None:
         self.sequences = sequences
-        self._attended: PreparedCalls[tuple[PreparedCall, ResultForms]] = PreparedCalls()
+        self._attended: PreparedCalls[PreparedAttention] = PreparedCalls()
         self._appended: PreparedCalls[PreparedCall] = PreparedCalls()
         self._angles: tuple[object, Array | None] = None, None  # of the latest rope
 
     def attend(self, call: PoolAttention, out: Array | Arrays | None) -> Attended:
-        """Run `paged_attention`. Calls with a mask, slopes, sinks or scales of heads are always checked."""
-        call = with_floats(call)
-        scoring, (scales, numbers, are_read) = call.scoring, scales_of(call)
-        results: Any = tuple(out) if is_pair(out) else (out,)  # type: ignore[arg-type]
-        pools, form = (call.key_cache, call.value_cache), None
-        plain = scoring.attn_mask is scoring.sinks is call.alibi_slopes is None
-        if plain and not are_read and call.return_key_weights is False and type(scoring.window) is tuple:
-            attributes = *scoring, *scoring.window, *numbers, call.layout, call.quant_format
-            form = form_of(
-                (call.query, *pools, *scales, *results),
-                (*attributes, call.return_lse, *pool_placement(*pools)),
-            )
-        known = self._attended.find(form)
-        arrays = call.query, *in_both(*pools), *in_both(*scales)
-        if known:
-            prepared, forms = known
-            results = results if out is not None else tuple([empty_result(*each) for each in forms])
-            if prepared.run((*arrays, *results)):
-                return one_or_all(results)
-        checked = checked_paged_attention(call, self.sequences)
-        results = checked.results.arrays(out)
-        launches = attention_launches(checked, results)
-        cpu.launches.start(*launches)
-        if form and checked.query is call.query:
-            launches[0].owners = cpu.attention.params.POOL_OWNERS
-            named = dict(zip(("query", *POOLS, *SCALES, *RESULTS), (*arrays, *results), strict=False))
-            forms = list(checked.results.forms.values())
-            self._attended.keep(form, (PreparedCall(launches, named, len(results)), forms))
-        return one_or_all(results)
+        """Run `paged_attention` for the contexts."""
+        return attend_prepared(self._attended, call, out, self.sequences)
 
     def append(self, call: PoolTransfer) -> None:
         """Run `paged_append` for the last tokens of the contexts."""
@@ -153,26 +230,17 @@ class PlannedPages:
         return angles
 
 
-latest: PreparedCalls[tuple[list[Any], PlannedPages]] = store_of_operators(MOST_STEPS)
+latest: PreparedCalls[PreparedAttention] = store_of_operators(MOST_STEPS)
 
 
 def attend_to_pages(call: PoolAttention, out: Array | Arrays | None) -> Attended:
-    """Run `paged_attention`. Calls with equal index tensors (the layers of a step) are checked once."""
-    tables = call.block_tables if isinstance(call.block_tables, tuple) else (call.block_tables,)
-    tensors: list[Any] = [*tables, call.context_lens, call.query_starts]
-    form = None if index_tensors.VALIDATES else form_of(tensors, ())
-    known, pages = latest.take(form) or ([], None)
-    if pages is None or any(
-        one is not None and one.tobytes() != each.tobytes() for one, each in zip(known, tensors, strict=True)
-    ):
-        if form is None or sum(each.nbytes for each in tensors if each is not None) > MOST_BYTES:
-            return attend(checked_paged_attention(with_floats(call)), out)
-        known, pages = [None if each is None else each.copy() for each in tensors], PlannedPages()
-    count = len(tensors) - (call.query_starts is None)
-    repeats.note_tensors(tensors[:count], known[:count])
-    results = pages.attend(call, out)
-    latest.keep(form, (known, pages))  # `take` has removed it, so that no other thread used it meanwhile
-    return results
+    """Run `paged_attention`. Calls of one form are checked once, index tensors each time that they change."""
+    tables: Any = call.block_tables if isinstance(call.block_tables, tuple) else (call.block_tables,)
+    given = *tables, call.context_lens, call.query_starts
+    tensors = [each for each in given if each is not None]
+    known = not index_tensors.VALIDATES and all(type(each) is np.ndarray for each in tensors)
+    small = known and sum(each.nbytes for each in tensors) <= MOST_BYTES
+    return attend_prepared(latest, call, out, None, tensors if small else ())
 
 
 def scales_of(call: PoolAttention | PoolTransfer) -> tuple[ScalePair, ScalePair, bool]:

@@ -116,10 +116,9 @@ def test_calls_without_a_plan_are_checked_once_for_equal_index_tensors(lists, rn
     for count in (1, 0, 0):
         call(count)
     lengths[2] -= 1
-    call(1)
+    call(0)  # the tensors alone are checked
     pages = table[1] if lists else table
     pages[pages == 5] = 1
-    call(1)
     call(0)
     monkeypatch.setattr(index_tensors, "VALIDATES", True)
     forget_all()
@@ -128,6 +127,42 @@ def test_calls_without_a_plan_are_checked_once_for_equal_index_tensors(lists, rn
     pages[pages == 1] = 77
     with pytest.raises(kvkit.KvkitError, match="a block from 0 to 5"):
         call(1)
+
+
+@pytest.mark.parametrize("lists", [False, True])
+@pytest.mark.parametrize("engine", ["FlashInfer", "content apart", "shared pages"])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_calls_follow_any_contents_of_their_index_tensors(engine, lists, dtype, rng, checks):
+    """Random contexts in arrays of one form have the bits of calls in lists, which are always checked."""
+    pools = drawn(rng, engine, "float16")
+    query = rng.standard_normal((7, 4, 16)).astype(np.float16)
+    lengths, starts, ends = np.zeros(4, dtype), np.zeros(5, dtype), np.zeros(5, dtype)
+    table = np.zeros(12 if lists else (4, 3), dtype)
+    tables, how = (ends, table) if lists else table, {"layout": pools.layout, "return_lse": True}
+    for turn in range(40):
+        lengths[:] = rng.integers(0, 13, 4)
+        starts[1:] = [*np.sort(rng.integers(0, 8, 3)), 7] if turn > 20 else STARTS[1:]
+        held = -(-lengths // PAGE)
+        ends[:] = [0, *np.cumsum(held)] if lists else 0
+        table[...] = rng.integers(0, 6, table.shape)
+        if turn % 3 == 2:  # a wrong number
+            wrong = ((lengths, 1, -1), (starts, 4, 6), (table, (0, 0) if table.ndim == 2 else 0, 6))[
+                turn // 3 % 3
+            ]
+            lengths[0] = max(lengths[0], 1)
+            wrong[0][wrong[1]] = wrong[2]
+        calls = ((tables, lengths, starts), ((tuple if lists else list)(each.tolist() for each in tables),
+                 lengths.tolist(), starts.tolist()))  # fmt: skip
+        texts = []
+        for given in calls:
+            try:
+                texts.append([x.tobytes() for x in kvkit.paged_attention(query, *pools.given, *given, **how)])
+            except kvkit.KvkitError as error:
+                texts.append(str(error))
+        assert texts[0] == texts[1]
+        assert isinstance(texts[0], str) == (turn % 3 == 2)
+    # Those in lists; the first one, wrong ones and the next; other query rows need other launches.
+    assert 40 < len(checks) <= 40 + 1 + 2 * 7 + 20
 
 
 def test_calls_that_overlap_or_do_not_fit_are_refused_after_others_were_prepared(rng):
