@@ -13,7 +13,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx_graphs import run_node
 
 import kvkit
-from kvkit.integrations.onnx import OPERATORS
+from kvkit.integrations.onnx import OPERATORS, attention, recurrent
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def calls(monkeypatch):
         made.append((arguments, keywords))
         return function(*arguments, **keywords)
 
-    monkeypatch.setattr(kvkit, "multi_head_attention", counted)
+    monkeypatch.setattr(attention, "multi_head_attention", counted)
     return made
 
 
@@ -72,8 +72,8 @@ def test_all_node_tests_of_tensor_scatter_run_on_kvkit(cases, monkeypatch):
     ("test_linear_attention", "gated_delta_rule", 14), ("test_causal_conv_with_state", "causal_conv", 13),
 ])  # fmt: skip
 def test_all_node_tests_of_recurrent_states_run_on_kvkit(cases, monkeypatch, prefix, operator, count):
-    ran, function = [], getattr(kvkit, operator)
-    monkeypatch.setattr(kvkit, operator, lambda *args, **kw: ran.append(args) or function(*args, **kw))
+    ran, function = [], getattr(recurrent, operator)
+    monkeypatch.setattr(recurrent, operator, lambda *args, **kw: ran.append(args) or function(*args, **kw))
     passed = [name for name in cases if name.startswith(prefix) and passes(cases[name])]
     assert len(passed) == len(ran) == count
 

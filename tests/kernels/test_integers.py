@@ -274,7 +274,9 @@ def without(monkeypatch, function):
     with monkeypatch.context() as patch:
         patch.setattr(machine, "has_integers", lambda: False)
         forget_all()  # calls of one form would be those with integers
-        return function()
+        results = function()
+    forget_all()
+    return results
 
 
 @pytest.mark.parametrize("given", [{}, {"softcap": 5.0}, {"is_alibi": True}, {"window": (50, 0)}], ids=str)

@@ -10,7 +10,6 @@ import dask
 import dask.array as da
 import numpy as np
 
-import kvkit
 from kvkit.checks.arguments import Scoring
 from kvkit.checks.attention import Weights, checked_weights
 from kvkit.checks.masks import check_mask_type
@@ -19,6 +18,7 @@ from kvkit.checks.values import float_format
 from kvkit.errors import argument_error, describe
 from kvkit.formats.elements import BY_NAME
 from kvkit.integrations.dask import partial_attention
+from kvkit.static.positions import alibi_slope
 from kvkit.typed import Array
 
 MERGED_BYTES = 2**20  # one task merges partial results of at most this size, or two larger ones
@@ -96,7 +96,7 @@ def attend(
     mask = _checked_mask(attn_mask, query, key)
     scoring = Scoring(None, is_causal, is_alibi, softmax_scale, window, softcap, sinks)
     weights = checked_weights(query, NO_MASK, scoring)
-    slopes = kvkit.alibi_slope(num_heads=heads) if weights.alibi else None
+    slopes = alibi_slope(num_heads=heads) if weights.alibi else None
     graph = _Chunks(query, key, value, mask, weights, slopes)
     batches, rows, groups = (range(count) for count in query.numblocks[:3])
     chunks = [[[graph.attend(b, s, h) for h in groups] for s in rows] for b in batches]

@@ -10,9 +10,9 @@ import numba
 import numpy as np
 from distributed import get_worker
 
-import kvkit
 from kvkit.formats.elements import Element
 from kvkit.merge import merge_checked
+from kvkit.static.attention import multi_head_attention
 from kvkit.typed import Array
 
 MASK_BYTES = 2**25  # the most bytes of one mask, with the distances that it is made of
@@ -114,7 +114,7 @@ def attend_part(
             own = attn_mask  # whose axis of rows may have size 1
             if attn_mask is not None:
                 own = attn_mask[..., rows if attn_mask.shape[-2] > 1 else slice(None), keys]
-            out[:, rows], lse[:, rows] = kvkit.multi_head_attention(
+            out[:, rows], lse[:, rows] = multi_head_attention(
                 query[:, rows], key[:, keys], value[:, keys],
                 combine_masks(own, mask), is_causal=is_causal, return_lse=True,
                 **options,

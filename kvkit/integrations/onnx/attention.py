@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 from onnx.reference.op_run import OpRun
 
-import kvkit
 from kvkit.errors import argument_error
 from kvkit.formats import FLOATS
 from kvkit.integrations.onnx import scores
 from kvkit.integrations.onnx.scores import Visibility
+from kvkit.static.attention import multi_head_attention
 from kvkit.typed import Array
 
 Window = tuple[int, int]
@@ -115,7 +115,7 @@ def attend_visible(
         keys = keys if mask is None else min(keys, mask.shape[3])
         n, m, window = visible_part(rows, keys, offset, visibility.left, visibility.right)
         if n and m:
-            kvkit.multi_head_attention(
+            multi_head_attention(
                 query[batch, :n], key[batch, :m], value[batch, :m],
                 None if mask is None else mask[batch if len(mask) > 1 else slice(None), :, :n, :m],
                 num_heads=query.shape[2], head_dim=query.shape[3], is_causal=False, num_kv_heads=key.shape[2],

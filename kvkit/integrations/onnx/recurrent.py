@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 from onnx.reference.op_run import OpRun
 
-import kvkit
 from kvkit.errors import argument_error, describe
+from kvkit.recurrent import causal_conv, gated_delta_rule
 from kvkit.typed import Array
 
 
@@ -54,7 +54,7 @@ class LinearAttention(OpRun):
             raise argument_error("past_state", f"shape {shape}", describe(past_state))
         kept = query.dtype if past_state is None else past_state.dtype
         state = np.zeros(shape, np.float32) if past_state is None else past_state.astype(np.float32)
-        output, state = kvkit.gated_delta_rule(
+        output, state = gated_delta_rule(
             q, k, v, g=g, beta=beta, state=state, scale=scale or None, rule=update_rule,
             chunk=min(max(chunk_size, 1), 256),
         )  # fmt: skip
@@ -85,7 +85,5 @@ class CausalConvWithState(OpRun):
         rows = np.swapaxes(input, 1, 2).reshape(-1, channels)
         starts = np.arange(batch + 1) * tokens
         silu = None if activation == "none" else activation
-        output, state = kvkit.causal_conv(
-            rows, weight[:, 0], bias, state=state, starts=starts, activation=silu
-        )
+        output, state = causal_conv(rows, weight[:, 0], bias, state=state, starts=starts, activation=silu)
         return np.ascontiguousarray(np.swapaxes(output.reshape(batch, tokens, channels), 1, 2)), state

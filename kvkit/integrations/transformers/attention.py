@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
-import kvkit
 from kvkit.errors import KvkitError, argument_error
 from kvkit.integrations.transformers import pending
 from kvkit.integrations.transformers.bridge import as_cast, to_numpy, without_gradient
 from kvkit.interop import numpy_to_tensor
+from kvkit.static.attention import multi_head_attention
 from kvkit.typed import Array
 
 NAME = "kvkit"
@@ -216,7 +216,7 @@ def attend_states(
             return attend_in_place(stored, queries, mask, options | layer_options)
         keys, values = arrays_for_mask(stored, mask)
     queries, keys, values = (states.swapaxes(1, 2) for states in (queries, keys, values))
-    attn_output = kvkit.multi_head_attention(
+    attn_output = multi_head_attention(
         queries, keys, values, mask, num_heads=queries.shape[2], head_dim=queries.shape[3],
         num_kv_heads=keys.shape[2], is_causal=causal, window=window, **options,
     )  # fmt: skip
