@@ -3,7 +3,7 @@
 import click
 
 from kvkit import tools
-from kvkit.tools.contents import by_patterns
+from kvkit.tools.contents import by_patterns_of_any
 from kvkit.tools.model_facts import with_model
 from kvkit_cli import clusters, show, tool
 
@@ -44,7 +44,7 @@ def diff(ctx, a, b, keys, values, fused, model, as_json, dask, **options):
         clusters.mapper(dask) as mapper,
         show.progress(f"comparing {a.name}", total, quiet=as_json or dask is not None) as advance,
     ):
-        sides = [with_model(by_patterns(side, keys, values, fused), model) for side in (a, b)]
+        sides = [with_model(side, model) for side in by_patterns_of_any((a, b), keys, values, fused)]
         found = tools.diff(*sides, advance=advance, mapper=mapper, **options)
     causes = set(map(str, found.causes))
     tool.show_result(found, as_json, lambda line: "bold" if line in causes else None)

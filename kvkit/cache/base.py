@@ -6,7 +6,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Self, SupportsIndex, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -81,10 +81,17 @@ class ReadOnly(property):
         )
 
 
+def refuse_as_array(holder: Any, dtype: Any = None, copy: bool | None = None) -> NoReturn:
+    """Refuse `np.asarray` of a layer or cache, which would make an array of Python objects."""
+    raise argument_error("array", f"one array, as {holder._an_array}", f"a whole {type(holder).__name__}")
+
+
 class MovableTokens(ABC):
     """Removes and moves tokens in a layer, or in all layers of a cache. An error leaves all as it was."""
 
     _lock: LayerLock
+    _an_array = "layer.keys"
+    __array__ = refuse_as_array
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -488,6 +495,7 @@ class BaseCache(MovableTokens):
     layers: list[Any]
     folder: Path | None = None  # of the layers' files; None if all layers are in memory
     _keep = False  # whether `close` saves the cache in the folder
+    _an_array = "cache.layers[0].keys"
 
     def __init__(self) -> None:
         self._lock: CacheLock = CacheLock()

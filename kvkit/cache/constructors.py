@@ -18,6 +18,7 @@ from kvkit.checks.values import integer
 from kvkit.errors import argument_error, brief, describe
 from kvkit.files.paths import check_path
 from kvkit.formats.mixes import Mix, mix_named
+from kvkit.models.words import MOST_LAYERS
 from kvkit.typed import FilePath, Pair
 
 STATE_LAYERS = "linear_attention", "conv"  # the layer types of recurrent states
@@ -38,7 +39,7 @@ def layer_makers(
     if window is not None:
         integer("window", window, 1)
     if num_layers is not None:
-        num_layers = integer("num_layers", num_layers, 0)
+        num_layers = integer("num_layers", num_layers, 0, MOST_LAYERS)
     sliding, chunked = (functools.partial(make, window) for make in local)
     if layer_types is None:
         kind = full if window is None else sliding

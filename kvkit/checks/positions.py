@@ -28,6 +28,7 @@ from kvkit.typed import Array
 
 Starts = tuple[Array, Array]  # where each sequence begins among the tokens, and its first position
 FLOAT_OR = " or ".join(fmt.name for fmt in FLOATS)
+MOST_HEADS = 2**16  # whose slopes are computed one by one
 
 # Rotary position embedding
 
@@ -234,7 +235,7 @@ def checked_dynamic_alibi(
 
 def head_count(num_heads: Any) -> int:
     """Return a checked number of heads."""
-    return integer("num_heads", num_heads, 1, 2**31)
+    return integer("num_heads", num_heads, 1, MOST_HEADS)
 
 
 class SlopeCall(NamedTuple):

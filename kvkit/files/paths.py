@@ -41,6 +41,8 @@ def check_target(path: FilePath) -> None:
     folder = path if os.path.islink(path) else Path(path).parent  # as the caller named it
     if not target.parent.is_dir():
         raise file_error(path, f"there is no folder {folder}", "make it first")
+    if target.is_dir():
+        raise file_error(path, "a folder", "give a file in it")
     if target.exists() and not target.is_file():
         raise file_error(path, "not a regular file", "give another name")
     # A read-only file can be replaced, but it is protected on purpose.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from os import PathLike
 from typing import Any
 
 from kvkit.errors import argument_error, describe
@@ -21,7 +22,10 @@ def entries_of(config: Any) -> Mapping[str, Any]:
     """Return the entries of a configuration: a mapping, one of transformers, or any object's attributes."""
     if isinstance(config, Mapping):
         return config
-    if isinstance(config, str) and (known := known_model(config)) is not None:
+    if isinstance(config, (str, PathLike)):
+        if (known := known_model(str(config))) is None:
+            hint = f" (json.loads(Path({str(config)!r}).read_text()) reads a file)"
+            raise argument_error("config", CONFIG, describe(str(config)) + hint)
         return known
     if hasattr(config, "get_text_config"):
         config = config.get_text_config(decoder=True)

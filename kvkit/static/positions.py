@@ -24,7 +24,7 @@ def alibi_slope(on: CallTarget, *, num_heads: int, out: Array | None = None) -> 
     Parameters
     ----------
     num_heads : int
-        The number of query heads.
+        The number of query heads, at most 65,536.
     out : ndarray, optional
         Array for the result; made if not given.
 

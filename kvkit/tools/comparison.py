@@ -300,7 +300,7 @@ def keys_and_values(source: CacheSource) -> ByName:
     """Return {name: array} of keys, values and their scales, [layers, blocks, rows, heads, content]."""
     if source.cache is None and not source.separate:
         expected = "an array cache, key_cache or value_cache of this layout"
-        raise argument_error("layout", expected, some_names(source.arrays))
+        raise argument_error("layout", expected + source.pattern_to_give, some_names(source.arrays))
     parts = {"": source.one_head_view()[0] or source.require_view(both=False)}  # the latter says why not
     with contextlib.suppress(KvkitError):  # scales with other axes are not compared
         parts |= {f"_{part}": view for part, view in source.scale_views.items()}

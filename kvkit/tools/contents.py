@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from kvkit import files
-from kvkit.errors import argument_error, brief, describe
+from kvkit.errors import KvkitError, argument_error, brief, describe
 from kvkit.files import Contents, llama
 from kvkit.files.contents import CACHE
 from kvkit.interop import as_numpy
@@ -131,6 +131,20 @@ def by_patterns(
     if (numbers := sorted(found[0])) != list(range(len(numbers))):
         arrays["layers"] = np.array(numbers)
     return replace(contents, arrays=arrays)
+
+
+def by_patterns_of_any(sources: Sequence[Any], *patterns: str | None) -> list[Any]:
+    """Rename the arrays of the sources that have such names; raise if none of them has."""
+    renamed, errors = [], []
+    for source in sources:
+        try:
+            renamed.append(by_patterns(source, *patterns))
+        except KvkitError as error:
+            renamed.append(source)
+            errors.append(error)
+    if len(errors) == len(sources):
+        raise errors[0]
+    return renamed
 
 
 def holds_arrays(value: Any) -> bool:

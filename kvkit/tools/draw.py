@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from typing import Literal
+from types import ModuleType
+from typing import Literal, NoReturn
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -13,6 +15,16 @@ from kvkit.layouts import NAMED, Layout, parse
 from kvkit.layouts.tables import BlockTable, to_tokens
 from kvkit.tools import svg
 from kvkit.tools.boxes import boxes, drawn_sizes, outer_axes, strides
+
+
+class Drawing(ModuleType):
+    """Refuses a call of the module, which has the functions."""
+
+    def __call__(self, *arguments: object, **options: object) -> NoReturn:
+        raise TypeError("draw: expected draw.layout(NAME) or draw.cells(TABLE), got a call of the module")
+
+
+sys.modules[__name__].__class__ = Drawing
 
 DrawingKind = Literal["text", "svg"]
 ACROSS = 6  # boxes in a line of a drawing

@@ -230,7 +230,7 @@ class CacheSource(CacheArrays):
         if self.layout is None:
             wanted = "a layout, as the file does not name one (kvkit inspect lists those that fit)"
             if not self.separate and isinstance(self.cache, list) and leaves(self.cache)[0].ndim == 4:
-                wanted = wanted.replace("(", "(layout='hf' for those of transformers; ")
+                wanted = wanted.replace("(", f"({self.layout_argument}='hf' for those of transformers; ")
             if self.separate and self.first_array.ndim == 2:
                 line = "l | n (h c)" if self.in_lists else "n (h c)"
                 wanted = f"a layout, as heads have no axis (layout='{line}' and sizes={{'h': N}})"
@@ -254,7 +254,10 @@ class CacheSource(CacheArrays):
             layout = " layout='| l n h c', if layers are the first axis" if stacked else ""
             return f", or their names (keys='{pair[0]}' values='{pair[1]}'{layout})"
         likely = [name for name in likely if self.arrays[name].ndim > 2]
-        pattern = common_pattern(name for name in likely if kind_of_state(name) is None)
+        if len({self.arrays[name].shape for name in likely}) == 1 and len(likely) == 2:
+            return f", or their names (keys='{likely[0]}' values='{likely[1]}', say)"
+        unknown = [name for name in likely if kind_of_state(name) is None]
+        pattern = common_pattern(unknown) or (unknown[0] if len(likely) == len(unknown) == 1 else None)
         return "" if pattern is None else f", or a pattern (fused={pattern}, say, and its layout)"
 
     def check_levels(self) -> None:

@@ -45,7 +45,9 @@ CONSTRUCTORS = [  # the message's beginning, and who says it
     ("layer_types: expected 2 types (num_layers), got 3", lambda: DynamicCache(2, TYPES, 4)),
     ("window: expected a window for the sliding layers", lambda: DynamicCache(layer_types=TYPES)),
     ("layer_types[0]: expected full_attention or sliding_att", lambda: DynamicCache(layer_types=["full"])),
-    ("num_layers: expected at least 0", lambda: DynamicCache(-1)),
+    *(("num_layers: expected an integer from", make) for make in (
+        lambda: DynamicCache(-1), lambda: DynamicCache(2**31), lambda: QuantizedCache(num_layers=1025),
+        lambda: StaticCache(8, 2**24), paged(num_layers=2**24))),
     ("window: expected at least 1", lambda: DynamicCache(window=0)),
     ("max_cache_len: expected at least 1", lambda: StaticCache(0, 1)),
     ("num_layers: expected an integer", lambda: StaticCache(8, "2")),
@@ -146,6 +148,29 @@ CONSTRUCTORS = [  # the message's beginning, and who says it
     ("slot_dtype: expected", lambda: BlockAllocator(2**20, 2**12)),
     ("slot_dtype: expected", lambda: BlockAllocator(4, 4, slot_dtype=np.int16)),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *LAYERS.values(), lambda: LatentLayer(8, 4),
+        lambda: CompressedLayer(8, 4, window=6), lambda: GatedDeltaLayer(2, 4, 4, 16, 4),
+    ],
+)  # fmt: skip
+def test_a_whole_layer_or_cache_is_no_array(make):
+    """The line in the message gives an array, where the layer has tokens."""
+    made = make()
+    layer = made.layers[0] if isinstance(made, PagedCache) else made
+    cache = made if isinstance(made, PagedCache) else Cache([made])
+    for whole in (layer, cache):
+        with pytest.raises(
+            kvkit.KvkitError, match=r"^array: expected one array, as .*, got a whole "
+        ) as told:
+            np.asarray(whole)
+    if type(made) in (DynamicLayer, StaticLayer, SlidingWindowLayer):
+        append(layer, 1, 2)
+        line = str(told.value).partition(" as ")[2].partition(", got")[0]
+        assert np.asarray(eval(line)).dtype == np.float32
 
 
 @pytest.mark.parametrize(("message", "make"), CONSTRUCTORS, ids=[message for message, _ in CONSTRUCTORS])

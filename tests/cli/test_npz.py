@@ -359,8 +359,11 @@ def test_a_symbolic_link_stays_one(path, tmp_path):
 
 
 def test_targets_that_cannot_be(path, tmp_path):
-    for target, wrong in ((tmp_path, "not a regular file"), (tmp_path / "no" / "x.npz", "there is no folder"),
-                          ("/dev/null", "not a regular file")):  # fmt: skip
+    for target, wrong in (
+        (tmp_path, "a folder: give a file in it"),
+        (tmp_path / "no" / "x.npz", "there is no folder"),
+        ("/dev/null", "not a regular file"),
+    ):
         with pytest.raises(FileError, match=wrong):
             write(target, {"a": np.zeros(1)})
     assert names(tmp_path) == []

@@ -168,6 +168,18 @@ def value_bytes(kind):
     return numbers.map(lambda value: struct.pack(f"<{KINDS[kind]}", value))
 
 
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_path_is_no_configuration(tmp_path, kind):
+    """The line in the message reads the file."""
+    config = {"num_hidden_layers": 2, "head_dim": 8, "rope_theta": 10000.0}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    with pytest.raises(KvkitError, match=r"^config: expected a configuration.* \(json.load") as error:
+        Rope.from_config(kind(path))
+    line = str(error.value).partition(" (")[2].partition(" reads a file")[0]
+    assert Rope.from_config(eval(line)) == Rope.from_config(config)
+
+
 def text(value):
     """Return a text as GGUF files have it."""
     return struct.pack("<Q", len(value)) + value.encode()

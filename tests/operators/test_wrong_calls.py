@@ -182,6 +182,8 @@ TABLE = [
     ("static alibi", "attn_mask",
      *masks((5,), (3, 4), (3, 1), (2, 5), (2, 3, 5), (2, 3, 3, 5), (1, 2, 4, 3, 5))),
     ("static alibi", "seqlen_q", {"seqlen_q": 2**70}),
+    *((call, "num_heads: expected an integer from 1 to 65536", {"num_heads": 2**31})
+      for call in ("slopes", "alibi", "static alibi")),
     ("static alibi", "seqlen_kv", {"seqlen_q": 2**40, "seqlen_kv": 2**40, "attn_mask": None}),
     # Ascend: caches in blocks
     (BLOCKS, ("key", "value"), each(cast(np.int8), "key"), each(cast(np.int8), "value")),

@@ -367,6 +367,19 @@ def test_wrong_use(a, b, keywords, message):
         diff(a, b, **keywords)
 
 
+def test_names_that_only_one_side_has():
+    """The error proposes patterns, which then rename the arrays of the side that has them."""
+    states = np.arange(64, dtype=np.float32).reshape(1, 2, 4, 8)
+    usual = {f"past_key_values.{i}.{name}": states + i for i in (0, 1) for name in ("key", "value")}
+    others = {f"{name[0]}{i}": states + i for i in (0, 1) for name in ("k", "v")}
+    with pytest.raises(KvkitError, match=r"or their names \(keys='k\{l\}' values='v\{l\}'\), got k0, v0, k1"):
+        diff(usual, others)
+    sides = contents.by_patterns_of_any((usual, others), "k{l}", "v{l}")
+    assert diff(*sides, layout_b="hf").equal
+    with pytest.raises(KvkitError, match="keys: expected the name of an array"):
+        contents.by_patterns_of_any((usual, usual), "k{l}", "v{l}")
+
+
 def test_tokens_in_other_pages_are_told():
     tokens = {"key": np.arange(80.0, dtype=np.float32).reshape(1, 10, 2, 4)}
     tokens["value"] = -tokens["key"]

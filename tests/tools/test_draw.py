@@ -82,3 +82,5 @@ def test_what_cannot_be_drawn_is_refused():
     ):
         with pytest.raises(KvkitError, match=what):
             call()
+    with pytest.raises(TypeError, match=r"draw: expected draw.layout\(NAME\) or draw.cells\(TABLE\), got"):
+        draw("hf")

@@ -318,6 +318,8 @@ POOL = np.zeros((3, 4, 8, 2), np.float32)
         ({"key_cache": np.zeros((2, 3, 4, 5))}, "value_cache: expected an array, beside key_cache, got None"),
         ({"cache": np.zeros((2, 3, 4, 5))}, "layout: expected a layout, as the file does not name one"),
         ({"a": np.zeros(3)}, "source: expected an array 'cache' and its layout"),
+        ({"a": POOL, "b": POOL}, r"or their names \(keys='a' values='b', say\), got a, b$"),
+        ({"past": POOL}, r"or a pattern \(fused=past, say, and its layout\), got past$"),
         (
             {"key": np.ones((2, 3, 4), np.float32), "value": np.ones((2, 2, 4), np.float32)},
             "^value: expected",

@@ -68,6 +68,7 @@ class StateLayer(Layer):
     """
 
     _has_rows = False
+    _an_array = "[*layer.states.values()][0]"
     _reorders_in_place = False
     _why_kept = "a recurrent state holds all tokens"
     _why_not_joined = "a recurrent state, which has no rows (let the model read the tokens after it)"

@@ -36,6 +36,7 @@ from kvkit.cache.paged.store import PagedStore, stored_format
 from kvkit.cache.stores import allocation
 from kvkit.checks.values import integer
 from kvkit.errors import argument_error, describe
+from kvkit.models.words import MOST_LAYERS
 from kvkit.rope import Rope
 from kvkit.typed import Array, FilePath, Pair, States
 
@@ -175,7 +176,7 @@ class PagedCache(BaseCache):
             if found and scale is not None:
                 raise argument_error("scale", f"None, because {format} computes scales", describe(scale))
             scale = scale if found is None else found
-        self.others = checked_others(others or {}, integer("num_layers", num_layers, 1))
+        self.others = checked_others(others or {}, integer("num_layers", num_layers, 1, MOST_LAYERS))
         self.store = PagedStore(
             *blocks, num_layers - len(self.others), num_kv_heads, head_dim, dtype, quant_bit=quant_bit,
             quant_group=quant_group, scale_dtype=scale_dtype, cache_layout=cache_layout,

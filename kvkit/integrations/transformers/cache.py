@@ -23,7 +23,7 @@ from kvkit.cache import (
     StateLayer,
     StaticCache,
 )
-from kvkit.cache.base import BaseCache, MovableTokens
+from kvkit.cache.base import BaseCache, MovableTokens, refuse_as_array
 from kvkit.cache.layers.compressed import check_drafts
 from kvkit.cache.layers.pooled import PooledLayer
 from kvkit.cache.layers.positions import PLANS
@@ -122,6 +122,8 @@ class KvkitCache(Cache):
     ([6, 6], 15, 9)
     """
 
+    _an_array = "cache.cache.layers[0].keys"
+    __array__ = refuse_as_array
     eviction: Eviction | None
     _make: functools.partial | None  # makes the paged cache once the first tokens show its geometry
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from kvkit.cache.base import refuse_as_array
 from kvkit.interop import numpy_to_tensor
 
 
@@ -16,6 +17,8 @@ class KvkitLayer(CacheLayerMixin):
 
     is_compileable = False
     supports_early_init = False
+    _an_array = "layer.layer.keys"
+    __array__ = refuse_as_array
 
     def __init__(self, owner: Any, layer_idx: int) -> None:
         self._owner, self._layer_idx = owner, layer_idx
