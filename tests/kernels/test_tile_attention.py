@@ -524,31 +524,51 @@ def test_few_rows_of_8_bits_are_read_exactly(form, data, kind, monkeypatch):
         assert_array_equal(out[0], np.broadcast_to(expected / 4, (16, 64)).astype(data))
 
 
+def in_pages(rows, table, page, behind):
+    """Return 75 rows in pages of one head; rows after them have another number."""
+    pool = np.full((len(table) * page, *rows.shape[1:]), behind, np.float32)
+    pool[:75] = rows
+    return pool.reshape(len(table), page, 1, *rows.shape[1:])[np.argsort(table)]
+
+
+@pytest.mark.parametrize("kind_of_scale", [None, np.float32, np.float16, ml_dtypes.bfloat16])
 @each_kind_of_8_bits
 @pytest.mark.parametrize("data", [ml_dtypes.bfloat16, np.float16])
 @forms
-def test_few_rows_of_8_bits(form, data, kind, rng, monkeypatch):
-    """In pages of any size, beside float64; what lies behind a context does not matter."""
+def test_few_rows_of_8_bits(form, data, kind, kind_of_scale, rng, monkeypatch):
+    """In pages of any size, beside float64, scales of calls or tokens; nothing behind a context counts."""
     numbers = numbers_of(kind)
     numbers = numbers[abs(numbers.astype(np.float32)) <= 127].astype(np.float32)
     for page, rows, dims in ((1, 16, (64, 128)), (3, 9, (128, 64)), (16, 7, (64, 64)), (80, 16, (192, 256))):
         keys, values = (rng.choice(numbers, (75, dim)) for dim in dims)
         pools, table = [], rng.permutation(-(-75 // page))
-        for x in keys, values:
-            pool = np.full((len(table) * page, x.shape[1]), -128 if kind == np.int8 else np.nan, np.float32)
-            pool[:75] = x
-            pools.append(pool.reshape(len(table), page, 1, -1)[np.argsort(table)].astype(kind))
+
+        behind = -128 if kind == np.int8 else np.nan
+        pools = [in_pages(x, table, page, behind).astype(kind) for x in (keys, values)]
         query = rng.standard_normal((1, rows, dims[0])).astype(data)
-        scale = 2.0 / np.abs(keys).max()
-        given = {"key_scale": scale, "value_scale": 0.01, "return_lse": True}
+        scale, value_scale = 2.0 / np.abs(keys).max(), 0.01
+        given = {"key_scale": scale, "value_scale": value_scale, "return_lse": True}
+        if kind_of_scale:  # integers multiply up to 8 rows of int8
+            rows = max(rows, 9) if kind == np.int8 else rows
+            query = rng.standard_normal((1, rows, dims[0])).astype(data)
+            of_tokens = [(x * np.exp(rng.standard_normal(75))).astype(kind_of_scale) for x in (scale, 0.01)]
+            given |= {
+                name: in_pages(x, table, page, np.nan).astype(kind_of_scale)
+                for name, x in zip(("key_scale", "value_scale"), of_tokens, strict=True)
+            }
+            scale, value_scale = 1.0, 1.0
+            keys, values = (
+                x * each.astype(np.float32)[:, None]
+                for x, each in zip((keys, values), of_tokens, strict=True)
+            )
         use_tiles(monkeypatch, form)
         out, lse = kvkit.paged_attention(query, *pools, table[None], [75], **given)
         scores = query[0].astype(np.float64) @ keys.T * np.float32(scale) / np.sqrt(dims[0])
         weights = np.exp(scores - scores.max(1, keepdims=True))
-        expected = weights / weights.sum(1, keepdims=True) @ values * 0.01
+        expected = weights / weights.sum(1, keepdims=True) @ values * value_scale
         np.testing.assert_allclose(lse[0], scores.max(1) + np.log(weights.sum(1)), rtol=1e-5, atol=1e-5)
         rounding = 2**-8 if data == ml_dtypes.bfloat16 else 2**-11
-        largest = np.abs(values).max() * 0.01
+        largest = np.abs(values).max() * value_scale
         error = np.abs(out[0].astype(np.float64) - expected).max()
         assert error < rounding * largest
         use_tiles(monkeypatch, machine.MEMORY)
@@ -556,6 +576,27 @@ def test_few_rows_of_8_bits(form, data, kind, rng, monkeypatch):
             (out, lse), kvkit.paged_attention(query, *pools, table[None], [75], **given), strict=True
         ):
             assert_same(one, same)
+
+
+@each_kind_of_8_bits
+@pytest.mark.parametrize("number", [np.inf, -np.inf, np.nan, 3e38, 1e-40])
+@forms
+def test_scales_of_few_rows_that_are_no_numbers(form, number, kind, rng, monkeypatch):
+    """One scale of a key, then of a value: what floats of the same codes and scales say, without tiles."""
+    pools = [rng.choice(numbers_of(kind)[1:], (1, 48, 1, 64)) for _ in range(2)]
+    query = rng.standard_normal((1, 16, 64)).astype(ml_dtypes.bfloat16)
+    for which, token in itertools.product(range(2), (5, 40)):
+        scales = [np.full((1, 48, 1), 1e-3, np.float32) for _ in range(2)]
+        scales[which][0, token] = number
+        given, found = dict(zip(("key_scale", "value_scale"), scales, strict=True)), []
+        for engines in form, None:
+            use_tiles(monkeypatch, engines)
+            found.append(kvkit.paged_attention(query, *pools, [[0]], [48], **given).astype(np.float64))
+        finite = np.isfinite(found[1])
+        assert_array_equal(np.isfinite(found[0]), finite)
+        assert_array_equal(np.isnan(found[0]), np.isnan(found[1]))
+        largest = np.abs(found[1][finite]).max(initial=1e-30)
+        np.testing.assert_allclose(found[0][finite], found[1][finite], rtol=0, atol=2**-6 * largest)
 
 
 @pytest.mark.parametrize("kind", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])

@@ -291,7 +291,7 @@ def chosen_form(*, as_loaded, integers, pairs, tiles, **given):
     fits = not coded and all(0 < BY_NAME[side].significant <= most for side in form.cache_formats)
     may_pair, pairs = pairs, bool(decoder.to_bfloat16) if decoder else rounds or fits
     pairs = pairs and form.data == "bfloat16" and may_pair
-    split, narrow_split = terms(form._replace(pairs=pairs))
+    split, narrow_split = terms(form._replace(pairs=pairs, exact=exact))
     in_tiles = may_pair and not widens and narrow_split
     whole = all(padded(dim) % tile_products.STEP == 0 for dim in dims)
     in_wide_tiles = may_pair and whole and (pairs or split != tile_products.BFLOAT16)
@@ -319,9 +319,11 @@ def terms(form):
     wide = tile_products.CODES if coded else tile_products.BFLOAT16
     if not small:
         return wide, wide if fits and form.pairs and element == "bfloat16" else None
-    fits = fits and not (form.scale or form.dim % LINE or form.value_dim % LINE)
+    dims = form.dim, form.value_dim
+    fits = fits and not any(dim % LINE for dim in dims) and (form.group or max(dims)) >= max(dims)
     known = element == "int8" or machine.features_of("lookups")
-    return wide, narrow_tiles.EIGHT_BITS[element][halves] if fits and known else None
+    narrow_terms = tile_products.Terms(1, 1 + halves, element, form.scale)
+    return wide, narrow_terms if fits and known and not form.exact else None
 
 
 def fixed_params(form, distances):
@@ -340,7 +342,7 @@ def fixed_params(form, distances):
     if not (form.widens or form.width):
         one_side = form.cache_formats[0], form.scale, form.group, form.dim
         orders = decoder.orders if decoder else narrow.orders(*one_side)
-    in_tiles = narrow_tiles.ROWS[terms(form)[1]] if form.narrow_tiles else ()
+    in_tiles = narrow_tiles.tile_rows(terms(form)[1]) if form.narrow_tiles else ()
     leads = []  # how many tokens before its product a tile prefetches a row of the cache
     for rows in ENGINE_ROWS:
         distance = distances.of_rows(rows)
@@ -428,7 +430,7 @@ def engines(form, tiles, distances, several):
             chosen[kind] = wide.engine()
         elif form.decoder and form.decoder.engine:
             chosen[kind] = form.decoder.engine(rows)
-        elif form.narrow_tiles and rows in narrow_tiles.ROWS[narrow_split]:
+        elif form.narrow_tiles and rows in narrow_tiles.tile_rows(narrow_split):
             chosen[kind] = narrow_tiles.engine(rows, form.narrow_tiles == machine.MEMORY, narrow_split)
         elif form.width:
             chosen[kind] = integer_engine.engine(rows, near, stored, (*scales, form.width))

@@ -235,14 +235,15 @@ def load_queries(params, block, engine):
     An engine whose queries have another form converts them further, or loads them itself.
     """
     lines, dim, wide = block.workspace + params.workspace.lines, params.keys.padded_dim, block.wide
-    in_order = not (wide or params.integers) and (engine.scales_scores or not params.orders)
+    fixed = params.integers and not (wide or engine.scales_scores)  # queries become fixed point
+    in_order = not (wide or fixed) and (engine.scales_scores or not params.orders)
     put_float(block.number, np.float32(1))
     for t in range(block.tiles):
         tile = tile_of(params, block, t)
         if engine.reads_queries:
             call_engine(engine.queries, params, block, tile)
             continue
-        place = tile.queries if params.integers and not wide else lines  # [rows, dim], in natural order
+        place = tile.queries if fixed else lines  # [rows, dim], in natural order
         if tile.live < block.rows or params.keys.dim < dim:
             attention.clear(place, block.rows * dim)
         r = 0
@@ -261,7 +262,7 @@ def load_queries(params, block, engine):
         elif in_order:
             factor = block.number if engine.scales_scores else tile.factor
             attention.to_panels(place, tile.queries, block.rows, dim, factor)
-        elif not params.integers:
+        elif not fixed:
             in_panels(place, tile.queries, block.rows, dim, params.orders)
         if engine.queries:
             call_engine(engine.queries, params, block, tile)
@@ -418,7 +419,7 @@ def score_tile(params, block, tile, engine):
     if block.prefetch_scales:
         prefetch_scales(params, block, tile, params.keys, block.key_row_ids)
         prefetch_scales(params, block, tile, params.values, block.value_row_ids)
-    if block.nan_safe and params.integers and not block.wide:
+    if block.nan_safe and params.integers and not (block.wide or engine.scales_scores):
         nan_safe_scores(params, block, tile, tile.queries)
     else:
         call_engine(engine.scores, params, block, tile)

@@ -7,7 +7,8 @@
 An old m stays until a new one is LAZY larger, in powers of 2, so that O is rarely rescaled. Keys of bfloat16
 are read where they lie, and elements of O lie in the order of `pairs.interleave`. Keys and values of float16
 are split into two terms of bfloat16 each (see `tile_products`); pairs of keys and queries are the elements j
-and j + 16 of 32, and O is in order. Numbers of 8 bits become bfloat16, exactly, in copies. Of eight tiles, 0
+and j + 16 of 32, and O is in order. Numbers of 8 bits become bfloat16, exactly, in copies; scales of rows are
+multiplied with S, and with P before it is rounded. Of eight tiles, 0
 has scores, 1 queries, 2 keys or values, 3 weights, 4 to 7 have O; all but tile 2 have a side of `rows`.
 
 Memory is busy all the time only if prefetches are spread over all steps: of 16
@@ -31,6 +32,7 @@ from kvkit.cpu.simd.lanes import (
     I32,
     I64,
     LANES,
+    RAW,
     Lanes,
     StackSlots,
     loop,
@@ -58,9 +60,9 @@ def kernels(rows, in_memory, terms):
     """Return the micro-kernels for 8 or 16 query rows over numbers of some terms, by name."""
     steps = (
         arrangement(rows, terms), *products(rows, in_memory, terms), softmax(rows, terms),
-        interleaving(terms), *state(rows, in_memory),
+        interleaving(terms), scale_list(terms), *state(rows, in_memory),
     )  # fmt: skip
-    names = "pair_queries", "scores", "sums", "softmax", "pair_values", "open", "close"
+    names = "pair_queries", "scores", "sums", "softmax", "pair_values", "read_scales", "open", "close"
     return SimpleNamespace(**dict(zip(names, steps, strict=True)))
 
 
@@ -106,12 +108,14 @@ def products(rows, in_memory, terms):
     """Return the micro-kernels of S = scale K Q^T and of O = O + P V."""
 
     @micro_kernel
-    def scores(b, queries, keys, key_row, step, row_ids, ahead, count, dim, space, scale, target):
+    def scores(
+        b, queries, keys, key_row, step, row_ids, ahead, count, dim, space, scale, factors, target
+    ):  # fmt: skip
         """Compute S [token, row] of `count` tokens, up to whole 16.
 
         16 rows whose ids are `step` apart are read where they lie, others are copied to `space` first, and
-        rows of other formats are converted there. `ahead` lists addresses of rows, of which the first 8 of
-        each 16 are prefetched.
+        rows of other formats are converted there. Tokens have `factors` if the terms have a scale. `ahead`
+        lists addresses of rows, of which the first 8 of each 16 are prefetched.
         """
         tiles, size = Tiles(b, shape_for(rows), in_memory), element_bytes(terms)
         with loop(b, count, ROWS) as t:
@@ -151,9 +155,11 @@ def products(rows, in_memory, terms):
             tiles.store(SCORES, b.add(target, b.mul(t, I64(4 * rows))), 4 * rows)
         factor = lanes.broadcast(b, scale, LANES)
         with loop(b, count, ROWS) as t:
+            of_lanes = factors_of_lanes(b, factors, t, rows, terms)
             for i in range(rows):
                 at = b.add(b.add(target, b.mul(t, I64(4 * rows))), I64(64 * i))
-                write(b, at, read(b, at, F32, LANES) * factor)
+                times = factor * of_lanes(i) if terms.scale else factor
+                write(b, at, read(b, at, F32, LANES) * times)
 
     @micro_kernel
     def sums(b, weights, count, pairs, dim, target, row, ahead, shift):
@@ -275,11 +281,12 @@ def softmax(rows, terms):
     """Return the micro-kernel of the softmax."""
 
     @micro_kernel
-    def softmax(b, scores, count, m_at, l_at, sums, dim, target, ahead, shift, size):
+    def softmax(b, scores, count, m_at, l_at, sums, dim, target, factors, ahead, shift, size):
         """Write P as [tokens / 32][term, row, 32 tokens] of bfloat16; update m and l, and O if m grew much.
 
         Scores are [token, row], and become -inf after `count` tokens up to whole 32. A vector has the scores
-        of 16 / rows tokens; m and l have 16 lanes. The last 8 of each 16 rows at the addresses `ahead` are
+        of 16 / rows tokens; m and l have 16 lanes. If the terms have a scale, P of a token is multiplied with
+        its number of `factors`. The last 8 of each 16 rows at the addresses `ahead` are
         prefetched, `size` bytes from byte `shift` on.
         """
         whole = b.and_(b.add(count, I64(STEP - 1)), I64(-STEP))
@@ -300,10 +307,13 @@ def softmax(rows, terms):
         total = StackSlots(b, [read(b, l_at, F32, LANES)])
         with loop(b, whole, ROWS) as t:
             at, weights = b.add(scores, b.mul(t, I64(4 * rows))), []
+            of_lanes = factors_of_lanes(b, factors, t, rows, terms)
             for i in range(rows):
                 x = read(b, b.add(at, I64(64 * i)), F32, LANES)
                 weights.append(power_of_two((x - base) * LOG2E))
                 total[0] = total[0] + weights[i]
+                if terms.scale:
+                    weights[i] = weights[i] * of_lanes(i)
                 share = range(HALF * i // rows, HALF * (i + 1) // rows)
                 for k in share:
                     row = b.add(lanes.row_id_at(b, ahead, b.add(t, I64(HALF + k))), shift)
@@ -334,6 +344,34 @@ def softmax(rows, terms):
         return Lanes(b, b.select(grown, top.value, old.value)), grown
 
     return softmax
+
+
+def scale_list(terms):
+    """Return the micro-kernel that lists the scales of tokens."""
+
+    @micro_kernel
+    def read_scales(b, scales, scale_row, row_ids, count, target):
+        """Write the scales of `count` tokens as float32, and zeros up to whole 32; NaN for infinity."""
+        if terms.scale is None:
+            return
+        whole, kind = b.and_(b.add(count, I64(STEP - 1)), I64(-STEP)), terms.scale
+        nothing = lanes.zeros(b, LANES, 1)[0]
+        with loop(b, whole, LANES) as t:
+            write(b, b.add(target, b.mul(t, I64(4))), nothing)
+        with loop(b, count) as t:
+            at = b.add(scales, b.mul(lanes.row_id_at(b, row_ids, t), scale_row))
+            scale = lanes.widen(read(b, at, RAW[kind], 1), kind)
+            write(b, b.add(target, b.mul(t, I64(4))), scale.fma(0.0, scale))
+
+    return read_scales
+
+
+def factors_of_lanes(b, factors, t, rows, terms):
+    """Return f(i): the factors of the tokens of vector i of those of 16 tokens from t on."""
+    if not terms.scale:
+        return None
+    vector = read(b, b.add(factors, b.mul(t, I64(4))), F32, LANES)
+    return lambda i: vector.pick([(LANES * i + lane) // rows for lane in range(LANES)])
 
 
 def interleaving(terms):

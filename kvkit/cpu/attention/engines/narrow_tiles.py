@@ -6,24 +6,27 @@
 Tiles of keys of bfloat16 are loaded from the cache where the rows of 16 tokens have one stride; others, as of
 short pages and at the end of a context, are copied first. Rows of float16 are split into two terms of
 bfloat16, and numbers of 8 bits become bfloat16, so all are copied. So no byte is read that is not in a row of
-the context.
+the context. One scale a row of numbers of 8 bits is multiplied into the scores of a key, or into the weights
+of a value before they are rounded.
 """
 
 import functools
 
 from kvkit.cpu.attention.engines.load import widen_rows
 from kvkit.cpu.attention.engines.nan_safe import nan_safe_scores
-from kvkit.cpu.attention.params import block_at, params_at, prefetched, step_code, tile_at
+from kvkit.cpu.attention.params import WIDE_BLOCK, block_at, params_at, prefetched, step_code, tile_at
 from kvkit.cpu.simd import narrow_tiles
 from kvkit.cpu.simd.attention import LANES, scale_by
-from kvkit.cpu.simd.tile_products import BFLOAT16, FLOAT16, STEP, Terms
+from kvkit.cpu.simd.tile_products import FLOAT16, STEP
 
-# Query rows of a tile: pairs read bfloat16 as fast with 4, and floats read float16 faster with 8.
-ROWS = {BFLOAT16: (8, 16), FLOAT16: (16,)}
-# Terms over numbers of 8 bits without scales, by their format: beside bfloat16, beside float16.
-EIGHT_BITS = {element: (Terms(1, 1, element), Terms(1, 2, element)) for element in ("e4m3", "e5m2", "int8")}
-ROWS |= {terms: (8, 16) for both in EIGHT_BITS.values() for terms in both}
+EIGHT_BITS = "e4m3", "e5m2", "int8"
 CHUNK = 4096  # values that are interleaved, then multiplied, at a time: they stay in the L1 cache
+
+
+def tile_rows(terms):
+    """Return the query rows of tiles: pairs read bfloat16 as fast with 4, floats float16 faster with 8."""
+    codes = terms.element == "int8" and terms.scale  # which integers multiply as fast
+    return (16,) if terms == FLOAT16 or codes else (8, 16)
 
 
 @functools.cache
@@ -46,11 +49,13 @@ def scores(rows, in_memory, terms):
     """Compile S = scale K Q^T."""
     kernels = narrow_tiles.kernels(rows, in_memory, terms)
     multiply, open_tiles, close_tiles = kernels.scores, kernels.open, kernels.close
-    split = terms.queries > 1
+    read_scales = kernels.read_scales
+    by_floats = terms.queries > 1 or terms.scale is not None
 
     def scores(params_address, block_address, tile_address):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
-        if block.nan_safe and split:  # with a second term infinity makes NaN, which its score need not be
+        # With a second term, or times a scale, infinity makes NaN, which its score need not be.
+        if block.nan_safe and by_floats:
             lines, panel, dim = block.workspace + params.workspace.lines, 4 * LANES, params.keys.padded_dim
             for r in range(rows):
                 for i in range(dim // LANES):
@@ -61,11 +66,13 @@ def scores(rows, in_memory, terms):
             return
         if block.nan_safe:  # a work item runs again after its end
             open_tiles()
+        factors = block.wide_keys + 2 * WIDE_BLOCK * params.keys.padded_dim  # after the copies of keys
+        read_scales(tile.key_scales, params.keys.scale_row, block.key_ids, tile.count, factors)
         multiply(
             queries=tile.engine_queries, keys=tile.keys, key_row=block.key_row, step=params.keys.step,
             row_ids=block.key_ids, ahead=prefetched(block.prefetch_in_scores, block, tile),
             count=tile.count, dim=params.keys.padded_dim,
-            space=block.wide_keys, scale=tile.factor, target=tile.scores,
+            space=block.wide_keys, scale=tile.factor, factors=factors, target=tile.scores,
         )  # fmt: skip
         if block.nan_safe:
             close_tiles()
@@ -78,15 +85,18 @@ def sums(rows, in_memory, terms):
     """Compile the softmax and O = O alpha + P V."""
     kernels = narrow_tiles.kernels(rows, in_memory, terms)
     softmax, interleave, add = kernels.softmax, kernels.pair_values, kernels.sums
+    read_scales = kernels.read_scales
     each = narrow_tiles.element_bytes(terms)
 
     def sums(params_address, block_address, tile_address):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
         weights, dim = block.workspace + params.workspace.lines, params.values.padded_dim
         keys, own = prefetched(block.prefetch_in_scores, block, tile), each * dim * block.values_in_keys
+        factors = block.wide_keys + 2 * WIDE_BLOCK * params.keys.padded_dim
+        read_scales(tile.value_scales, params.values.scale_row, block.value_ids, tile.count, factors)
         softmax(
             scores=tile.scores, count=tile.count, m_at=tile.m, l_at=tile.l, sums=tile.o, dim=dim,
-            target=weights, ahead=keys, shift=own, size=each * params.keys.padded_dim - own,
+            target=weights, factors=factors, ahead=keys, shift=own, size=each * params.keys.padded_dim - own,
         )  # fmt: skip
         values, most = prefetched(block.prefetch_in_sums, block, tile), CHUNK // STEP
         tokens = STEP
