@@ -178,6 +178,7 @@ def noticed(items, functions, mutant, kept, questions):
 def live_functions():
     """Return the functions of the package that exist, by file."""
     found = collections.defaultdict(list)
+    gc.unfreeze()  # `conftest.py` has frozen them
     for function in gc.get_objects():
         if type(function) is types.FunctionType:  # isinstance would wake lazy proxies
             path = os.path.relpath(os.path.realpath(function.__code__.co_filename), HOUSE)

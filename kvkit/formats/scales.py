@@ -298,7 +298,7 @@ def nearest_codes(x: Array, table: Array, upper: bool = False) -> Array:
 
 def is_iq4(table: Array) -> bool:
     """Return whether a table of codes is that of IQ4, whose codes another table finds."""
-    return len(table) == len(IQ4.table) and np.array_equal(table, IQ4.table)
+    return np.array_equal(table, IQ4.table)
 
 
 def index_of_halves(doubled: Array, upper: bool) -> Array:

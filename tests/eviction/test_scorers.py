@@ -195,6 +195,18 @@ def test_compactor_is_the_sum_of_its_parts():
     np.testing.assert_allclose(result[..., [0, 6, 7]], parts[..., 1:6].max() + 1, rtol=1e-6)
 
 
+def test_finch_multiplies_weights_by_the_keys_before_the_query():
+    means = (WEIGHTS[..., -3:, :5] * np.array([[5], [6], [7]])).mean(2).reshape(1, 2, 2, 5).mean(2)
+    result = eviction.scores("finch", KEYS, queries=QUERIES, window=3)
+    np.testing.assert_allclose(result[..., :5], means, rtol=1e-5)
+
+
+def test_expected_attention_adds_eps_before_it_multiplies_by_values():
+    given = {"queries": QUERIES, "rope": ROPE, "sinks": 0}
+    without, result = (eviction.scores("expected", KEYS, VALUES, **given, eps=eps) for eps in (0, 1))
+    np.testing.assert_allclose(result - without, np.sqrt(np.square(VALUES).sum(-1)), rtol=1e-5)
+
+
 def drawn(name, batch=3, tokens=70, dim=8, dtype=np.float32):
     """Return what a scorer needs of random numbers, and its options."""
     draw = np.random.default_rng(5)
@@ -278,6 +290,8 @@ WRONG = {
     "neither": ("snapkv", {}, "queries: expected queries [B, Hq, W, D] of the last tokens or weights"),
     "heads": ("tova", {"queries": QUERIES[:, :3]}, "queries: expected shape (1, a multiple of 2, 1 to 8, 4)"),
     "weights": ("tova", {"weights": WEIGHTS[..., :7]},
+        "weights: expected shape (1, a multiple of 2, 1 to 8, 8)"),
+    "no rows of weights": ("tova", {"weights": WEIGHTS[:, :, :0]},
         "weights: expected shape (1, a multiple of 2, 1 to 8, 8)"),
     "window": ("snapkv", {"queries": QUERIES},
         "window: expected fewer than the 8 tokens (window=4, say), got 64"),

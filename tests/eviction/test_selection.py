@@ -51,9 +51,10 @@ def test_counts_and_thresholds_of_heads():
     rows = heads_of(eviction.select(RANDOM, budget=[1, 0, 20]))
     assert [[len(row) for row in each] for each in rows] == [[1, 0, 20]] * 2
     assert rows[1][0][0] == RANDOM[1, 0].argmax()
-    rows = heads_of(eviction.select(RANDOM, threshold=0.5, last=3))
+    bound = RANDOM[0, 0, 3]  # a score that is the threshold stays
+    rows = heads_of(eviction.select(RANDOM, threshold=bound, last=3))
     for scores, each in zip(RANDOM.reshape(6, 20), [row for one in rows for row in one], strict=True):
-        assert each.tolist() == [i for i in range(20) if scores[i] >= 0.5 or i >= 17]
+        assert each.tolist() == [i for i in range(20) if scores[i] >= bound or i >= 17]
 
 
 @pytest.mark.parametrize(

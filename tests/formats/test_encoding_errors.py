@@ -34,6 +34,7 @@ REFUSED = {
         r"what: expected 'stored', 'query' or 'output', got 'key'"),
     "missing": (lambda: encode(X, "ort_int8"), r"scale: expected a number or an array, .*, got None"),
     "nan": (lambda: encode(X, "e4m3", scale=np.nan), r"scale: expected finite numbers, got NaN"),
+    "zero of a tensor": (lambda: encode(X, "nvfp4", scale=0), r"scale: expected numbers above 0, got 0.0"),
     "zero": (lambda: encode(X, "e4m3", scale=0), r"scale: expected numbers above 0, got 0.0"),
     "below zero": (lambda: encode(X, "e5m2", scale=np.float32([1, -1])),
         r"scale: expected numbers above 0, got -1.0"),
@@ -44,6 +45,8 @@ REFUSED = {
     "one of its own": (lambda: encode(X, "q8_0", scale=1.0), r"scale: expected None, for q8_0, got 1.0"),
     "dtype": (lambda: encode(X.astype(np.float64), "q8_0"), r"x: expected dtype float32, .*, got float64"),
     "head": (lambda: encode(X[..., :24], "q8_0"), r"x: expected a head of a multiple of 32 .*, got 24"),
+    "half a group": (lambda: encode(X[..., :31], "e4m3", scale="group"),
+        r"x: expected a head of a multiple of 32 elements, for e4m3, got 31"),
     "half a byte": (lambda: encode(X[..., :31], "int4:token"),
         r"x: expected a head of a multiple of 2 elements, for int4:token, got 31"),
     "tail": (lambda: encode(X, "ds_mla"), r"x: expected a head of .* 128 elements and 64 more, .* got 32"),
@@ -83,6 +86,11 @@ def test_infinities_and_nan_where_codes_have_them():
     x = np.array([[np.inf, -np.inf, np.nan, 1]], np.float32)
     np.testing.assert_array_equal(decode(encode(x, "e4m3"), "e4m3"), [[448, -448, np.nan, 1]])
     np.testing.assert_array_equal(decode(encode(x, "e5m2"), "e5m2"), [[57344, -57344, np.nan, 1]])
+
+
+def test_the_largest_number_that_codes_with_one_scale_hold():
+    x = np.full((1, 1, 16), 6 * 448, np.float32)
+    np.testing.assert_array_equal(decode(encode(x, "mlx_nvfp4"), "mlx_nvfp4"), x)
 
 
 def test_no_tokens():

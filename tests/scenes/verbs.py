@@ -97,6 +97,8 @@ def fill(folder):
         "before": blocks, "roomy": tables | {"num_blocks": np.array(6)},
         "after": blocks | {"key_cache": written(5)}, "beside": blocks | {"key_cache": written(6)},
         "a": {"key": key}, "b": {"key": np.roll(key, 1, axis=0)}, "x": {"x": key},
+        "steps": {"sequences": np.arange(3), "seqstarts": np.array([0, 3]), "start_pos": np.array([2])},
+        "some-more": call | dict.fromkeys("abcde", np.zeros(3)),
         "pool": {"cache": np.zeros((6, 4, 2, 16), np.float16)}, "odd": {"cache": np.zeros((2, 3))},
     }  # fmt: skip
     compressed = "odd-cache", "wide-cache", "list-start", "many-layers", "more"

@@ -10,7 +10,9 @@ from kvkit.errors import KvkitError
 from kvkit.layouts import NAMED, convert, parse, tables
 from kvkit.tools import draw
 from kvkit.tools.boxes import boxes, drawn_sizes, strides
+from kvkit.tools.svg import CHARACTER, MARGIN
 
+SVG = "{http://www.w3.org/2000/svg}"
 MOVED = [name for name, named in NAMED.items() if not named.layout.has_scales and "kv" in named.layout.names]
 
 
@@ -25,6 +27,12 @@ def test_every_layout_is_drawn(name):
         assert sum(box.last - box.first + 1 for box in found) * half == math.prod(size for _, size, _ in rows)
     picture = ElementTree.fromstring(draw.layout(name, kind="svg"))
     assert picture.tag.endswith("svg")
+    drawn = [
+        (float(each.get("x")), float(each.get("width"))) for each in picture.iterfind(f"{SVG}g/{SVG}rect")
+    ]
+    labels = [each.text or "" for each in picture.iterfind(f"{SVG}text") if each.get("class") != "note"]
+    assert min(x for x, _ in drawn) > MARGIN + CHARACTER * max(map(len, labels))
+    assert max(x + width for x, width in drawn) < float(picture.get("width"))
     assert str(line) in draw.layout(name)
 
 
@@ -63,7 +71,7 @@ def test_rows_of_every_sequence():
     text = draw.cells(pages, 16, filled=filled, published=published)
     assert text.splitlines()[2:4] == ["2  ####", "3  ===="]
     picture = ElementTree.fromstring(draw.cells(pages, 16, filled=filled, kind="svg"))
-    classes = [rect.get("class") for rect in picture.iter("{http://www.w3.org/2000/svg}rect")]
+    classes = [rect.get("class") for rect in picture.iter(f"{SVG}rect")]
     assert {name: classes.count(name) for name in ("s0", "s1", "shared", "stale", "free")} == {
         "s0": 2, "s1": 3, "shared": 4, "stale": 2, "free": 5,
     }  # fmt: skip

@@ -53,7 +53,7 @@ def test_the_pack_of_the_suite_pmx(pack):
     assert digest.hexdigest() == DIGEST
     files = [path for path in pack.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 5e6
-    assert vectors.verify(pack).ok, str(vectors.verify(pack))
+    assert str(vectors.verify(pack)).startswith("fine: ")
     result = vectors.replay(pack)
     assert result.ok, str(result)
     assert len(result.cases) > 100
