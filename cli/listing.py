@@ -23,8 +23,17 @@ from kvkit.tools.text import columns
 from kvkit_cli import show, tool
 
 Facts = dict[str, Any]  # of one name; `name` and `about` are what the table shows
+Names = Callable[[], Iterator[Facts]]
+KINDS: dict[str, Names] = {}
 
 
+def listed(names: Names) -> Names:
+    """Decorate the function of the names of a kind."""
+    KINDS[names.__name__] = names
+    return names
+
+
+@listed
 def formats() -> Iterator[Facts]:
     """Yield the formats that caches, studies, sizes and conversions take by name."""
     of = {name: [alias for alias, known in ALIASES.items() if known == name] for name in ALIASES.values()}
@@ -40,6 +49,7 @@ def formats() -> Iterator[Facts]:
         yield {"name": name, "about": f"keys {key}, values {value}", "options": [], "aliases": []}
 
 
+@listed
 def schemes() -> Iterator[Facts]:
     """Yield what may follow a format, and the schemes of one's own."""
     yield {"name": "FORMAT", "about": "one of `kvkit list formats`, with options: int8:g32, int4:channel"}
@@ -61,6 +71,7 @@ def schemes() -> Iterator[Facts]:
     yield {"name": "FILE.py:CLASS", "about": "a class with encode and decode, for `kvkit study`"}
 
 
+@listed
 def scorers() -> Iterator[Facts]:
     """Yield the scorers of tokens, pages and channels."""
     for name, known in SCORERS.items():
@@ -68,6 +79,7 @@ def scorers() -> Iterator[Facts]:
         yield {"name": name, "about": first_line(known.score)} | facts
 
 
+@listed
 def layouts() -> Iterator[Facts]:
     """Yield the layouts of engines' caches."""
     for name, known in kvkit_layouts.NAMED.items():
@@ -76,6 +88,7 @@ def layouts() -> Iterator[Facts]:
         yield {"name": name, "about": f"{known.line}  ({known.engine} {known.versions})"} | facts
 
 
+@listed
 def rules() -> Iterator[Facts]:
     """Yield the rules of `kvkit check`."""
     for name, known in RULES.items():
@@ -83,6 +96,7 @@ def rules() -> Iterator[Facts]:
         yield {"name": name, "about": first_line(known.look)} | facts
 
 
+@listed
 def models() -> Iterator[Facts]:
     """Yield the models that `kvkit size` and `kvkit warm` know by name."""
     for name, configuration in known_models().items():
@@ -92,15 +106,11 @@ def models() -> Iterator[Facts]:
         yield {"name": name, "about": f"layers: {layers}; {shape.longest} tokens", "tokens": shape.longest}
 
 
+@listed
 def ops() -> Iterator[Facts]:
     """Yield the operators."""
     for name, op in OPERATORS.items():
         yield {"name": name, "about": op.summary, "source": op.source}
-
-
-KINDS: dict[str, Callable[[], Iterator[Facts]]] = {
-    each.__name__: each for each in (formats, schemes, scorers, layouts, rules, models, ops)
-}
 
 
 def first_line(thing: Any) -> str:

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,16 @@ class CacheKind:
     capability: tuple[int, int] | None = None  # the compute capability of a GPU that is not there
 
 
+Task = Callable[[CacheKind], str | None]
+TASKS: dict[str, Task] = {}
+
+
+def task(compile: Task) -> Task:
+    """Decorate a task; what it returns is printed after its name."""
+    TASKS[compile.__name__] = compile
+    return compile
+
+
 def states_of(kind: CacheKind, tokens: int, heads: int = 1) -> np.ndarray:
     """Return queries, keys or values [1, tokens, heads, dim]."""
     return np.ones((1, tokens, heads, kind.dim), formats.BY_NAME[kind.data].dtype)
@@ -51,6 +62,7 @@ def empty_cache(kind: CacheKind, tokens: int) -> dict[str, Any]:
     return {"cache": cache, "scale": scale, "quant_bit": bits, "quant_group": kind.group}
 
 
+@task
 def cache(kind: CacheKind) -> None:
     """Append and load, on one thread and on all."""
     for tokens in CALL_TOKENS:
@@ -58,6 +70,7 @@ def cache(kind: CacheKind) -> None:
         kvkit.key_value_cache(new, new, 0, **empty_cache(kind, tokens))
 
 
+@task
 def attention(kind: CacheKind) -> None:
     """Attend with a prompt, then with a token. Caches of all formats share this code."""
     for tokens in PROMPT, 1:
@@ -65,6 +78,7 @@ def attention(kind: CacheKind) -> None:
         kvkit.multi_head_attention(query, new, new, **sizes_of(kind))
 
 
+@task
 def attention_to_cache(kind: CacheKind) -> None:
     """Attend over a cache with a prompt, then with a token."""
     arguments = empty_cache(kind, PROMPT + 1)
@@ -78,16 +92,19 @@ def sizes_of(kind: CacheKind) -> dict[str, Any]:
     return {"num_heads": kind.queries, "num_kv_heads": 1, "head_dim": kind.dim}
 
 
+@task
 def step(kind: CacheKind) -> None:
     """Plan a step over pages."""
     kvkit.dynamic_batching.plan([0, 1], [0, 1], [[0]], start_pos=[0], cache_mode=1, page_size=16)
 
 
+@task
 def tune(kind: CacheKind) -> str:
     """Measure the distances of prefetches on this machine; return them, or why not, as text."""
     return f": {tuning.tune()}"
 
 
+@task
 def kernels(kind: CacheKind) -> str:
     """Compile the kernels of a GPU; return how many were compiled, as text."""
     from kvkit_cuda import warm
@@ -99,17 +116,14 @@ def kernels(kind: CacheKind) -> str:
     return ": " + ", ".join(f"{count - before[what]} {what}" for what, count in counts.items())
 
 
-TASKS = {task.__name__: task for task in (cache, attention, attention_to_cache, step, tune, kernels)}
-
-
 def main() -> None:
     """Run the tasks on stdin and print a line for each, until stdin or stdout is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that waits handles Ctrl-C and ends this one
     for line in sys.stdin:
-        task, kind = json.loads(line)
+        name, kind = json.loads(line)
         text, failure = "", ""
         try:
-            text = TASKS[task](CacheKind(**kind)) or ""
+            text = TASKS[name](CacheKind(**kind)) or ""
         except (KvkitError, OSError, MemoryError) as error:
             failure = str(error) or "out of memory"
         try:

@@ -278,6 +278,14 @@ def as_rope(rope: object) -> Rope | str | None:
 
 
 Scaled = tuple[Array, float]  # frequencies, and the factor of keys (`attention_factor`)
+Scaling = Callable[[Rope, Array, Mapping[str, Any]], Scaled]
+SCALINGS: dict[str, Scaling] = {}  # by rope_type
+
+
+def scaling(rule: Scaling) -> Scaling:
+    """Decorate the function that scales frequencies, whose name is a rope_type."""
+    SCALINGS[rule.__name__] = rule
+    return rule
 
 
 def number_of(numbers: Mapping[str, Any], name: str, default: float | None = None) -> float:
@@ -296,16 +304,19 @@ def trained_length(numbers: Mapping[str, Any]) -> float:
     return positive_number(names[0], lengths[0]) if lengths else number_of(numbers, names[0])
 
 
-def unscaled(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
+@scaling
+def default(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
     """Return the frequencies as they are."""
     return inverse, 1.0
 
 
+@scaling
 def linear(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
     """Return frequencies divided by the factor that positions are scaled down with."""
     return inverse / number_of(numbers, "factor"), 1.0
 
 
+@scaling
 def llama3(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
     """Return frequencies divided by the factor for long waves, unchanged for short, blended between."""
     factor = number_of(numbers, "factor")
@@ -320,6 +331,7 @@ def llama3(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
     return np.where(wave < trained / high, inverse, frequencies), 1.0
 
 
+@scaling
 def yarn(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
     """Return frequencies that pass from unscaled to scaled over a ramp of pairs, and the factor of keys."""
     trained = trained_length(numbers)
@@ -345,6 +357,7 @@ def yarn(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
     return scaled, (0.1 * mscale * log_factor + 1) / (0.1 * all_dims * log_factor + 1)
 
 
+@scaling
 def longrope(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
     """Return frequencies divided by the long or the short list, which `long` chooses for all keys."""
     long = numbers.get("long")
@@ -368,6 +381,7 @@ def longrope(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
     return inverse / factors, finite_number("attention_factor", factor)
 
 
+@scaling
 def proportional(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
     """Return the frequencies of the first pairs of a head, a share of all, and 0 for the others."""
     share = number_of(numbers, "partial_rotary_factor", 1)
@@ -375,13 +389,3 @@ def proportional(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scal
         raise argument_error("partial_rotary_factor", "a share of at most 1", share)
     rotated = np.arange(len(inverse)) < int(share * rope.rotary_dim // 2)
     return np.where(rotated, inverse, 0.0) / number_of(numbers, "factor", 1), 1.0
-
-
-SCALINGS: dict[str, Callable[[Rope, Array, Mapping[str, Any]], Scaled]] = {
-    "default": unscaled,
-    "linear": linear,
-    "llama3": llama3,
-    "yarn": yarn,
-    "longrope": longrope,
-    "proportional": proportional,
-}

@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -21,7 +22,26 @@ from benchmarks.suites.problem import DIM
 TYPES = {"float32": 0, "float16": 1, "bfloat16": 30, "int8": 8, "int4": 2}  # as ggml.h numbers them
 NAMES = {"int8": "Q8_0", "int4": "Q4_0"}  # ggml's names of code formats
 BLOCK = 32  # codes that share a float16 scale
+
+
+class Package(NamedTuple):
+    """Says what a package of ggml has."""
+
+    libraries: dict[str, int]  # {path in its folder: how it is loaded}, the last one has all functions
+    has_pool: bool  # whether threads wait in a pool of the backend; otherwise they are OpenMP's
+    apart: bool  # whether each sequence needs an operator of its own
+
+
 IK = "ik_llama_cpp"
+PACKAGES = {
+    "libggml": Package(
+        {"lib64/libggml-base.so": ctypes.RTLD_GLOBAL, "lib64/libggml-cpu.so": ctypes.DEFAULT_MODE},
+        has_pool=True,
+        apart=False,
+    ),
+    # by its own symbols, if both libraries are loaded
+    IK: Package({"lib/libggml.so": os.RTLD_DEEPBIND}, has_pool=False, apart=True),
+}
 IK_TYPES = "float16", "int8"  # of the kernels of its wheel, which stop the process at others
 TOKENS, ROWS = 32, 16  # ik_llama.cpp's contexts and masks are multiples of
 POOL = 2**12  # bytes, enough for `ggml_threadpool_params`
@@ -37,16 +57,10 @@ class Memory(ctypes.Structure):
 
 @functools.cache
 def library(package):
-    """Return the library of ggml in a package, and a backend with as many threads as kvkit has.
-
-    Those of llama.cpp wait in a pool of the backend, those of ik_llama.cpp are OpenMP's.
-    """
+    """Return the library of ggml in a package, and a backend with as many threads as kvkit has."""
     folder, at, count = package_folder(package), ctypes.c_void_p, ctypes.c_int
-    if package == "libggml":
-        ctypes.CDLL(str(folder / "lib64/libggml-base.so"), ctypes.RTLD_GLOBAL)
-        ggml = ctypes.CDLL(str(folder / "lib64/libggml-cpu.so"))
-    else:  # by its own symbols, if both libraries are loaded
-        ggml = ctypes.CDLL(str(folder / "lib/libggml.so"), os.RTLD_DEEPBIND)
+    libraries, has_pool, _ = PACKAGES[package]
+    ggml = [ctypes.CDLL(str(folder / path), mode) for path, mode in libraries.items()][-1]
     pool = ("ggml_threadpool_params_init", at, count), ("ggml_threadpool_new", at)
     for name, *arguments in (
         ("ggml_init", Memory),
@@ -58,14 +72,14 @@ def library(package):
         ("ggml_backend_cpu_init",),
         ("ggml_backend_cpu_set_n_threads", at, count),
         ("ggml_backend_graph_compute", at, at),
-        *((*pool, ("ggml_backend_cpu_set_threadpool", at, at)) if package == "libggml" else ()),
+        *((*pool, ("ggml_backend_cpu_set_threadpool", at, at)) if has_pool else ()),
     ):
         function = getattr(ggml, name)
         function.argtypes, function.restype = arguments, at
     threads, params = numba.get_num_threads(), ctypes.create_string_buffer(POOL)
     backend = ggml.ggml_backend_cpu_init()
     ggml.ggml_backend_cpu_set_n_threads(backend, threads)
-    if package == "libggml":
+    if has_pool:
         ggml.ggml_threadpool_params_init(params, threads)
         ggml.ggml_backend_cpu_set_threadpool(backend, ggml.ggml_threadpool_new(params))
     return ggml, backend
@@ -83,7 +97,7 @@ def ggml_peer(problem, kind, package="libggml"):
     ggml, backend = library(package)
     halves = [stored(problem, half, kind) for half in range(2)]
     size = sum(half.nbytes for half in halves)
-    turns = [graph(problem, halves, kind, ggml, package == IK) for _ in range(sets(size))]
+    turns = [graph(problem, halves, kind, ggml, PACKAGES[package].apart) for _ in range(sets(size))]
 
     def run(i):
         ggml.ggml_backend_graph_compute(backend, turns[i % len(turns)][0])
@@ -127,10 +141,10 @@ def graph(problem, halves, kind, ggml, apart):
         rows = (0, -problem.new % ROWS)
         future = np.pad(future, (rows, (0, more)), constant_values=np.float16(-np.inf))
     count = 1 if apart else problem.batch  # sequences of an operator
-    memory = np.zeros(
-        2 * query.nbytes + sum(half.nbytes for half in halves) + problem.batch * (future.nbytes + OVERHEAD),
-        np.uint8,
-    )
+    masked = apart or problem.new > 1  # otherwise the only query sees all tokens
+    room = OVERHEAD + masked * future.nbytes  # for an operator
+    tokens = 2 * query.nbytes + sum(half.nbytes for half in halves)
+    memory = np.zeros(tokens + -(-problem.batch // count) * room, np.uint8)
     context = ggml.ggml_init(Memory(memory.nbytes, memory.ctypes.data, False))
     compute_graph, outputs = ggml.ggml_new_graph(context), []
 
@@ -143,7 +157,7 @@ def graph(problem, halves, kind, ggml, apart):
     for b in range(0, problem.batch, count):
         queries = query[b : b + count]
         sides = [tensor(half[b : b + count], kind, (count, *half.shape[1:3], DIM)) for half in halves]
-        mask = tensor(future, "float16", future.shape) if apart or problem.new > 1 else None
+        mask = tensor(future, "float16", future.shape) if masked else None
         at = tensor(queries, "float32", queries.shape), *sides, mask
         result = ggml.ggml_flash_attn_ext(context, *at, DIM**-0.5, 0, 0)
         ggml.ggml_build_forward_expand(compute_graph, result)

@@ -71,9 +71,12 @@ def checked_attention(call: KeyAttention, sequences: Sequences = STATIC) -> Atte
     """Check a call of `multi_head_attention`."""
     fmt, query, kv_heads = check_queries(call.query, sequences.axes, call.heads, call.key)
     outer, scoring = sequences.key_axes(query), call.scoring
-    if not call.heads[0] and looks_swapped(query.shape, call.key):
-        wanted = "[batch, tokens, heads, dim], with as many tokens as query or more"
-        raise argument_error("key", wanted, f"{call.key.shape} beside {query.shape}")
+    key = call.key
+    if not call.heads[0] and query.ndim == 4 and isinstance(key, np.ndarray) and key.ndim == 4:
+        (heads, tokens), (key_heads, keys) = query.shape[1:3], key.shape[1:3]
+        if 0 < key_heads < heads and keys >= tokens and heads % key_heads == 0:  # [batch, heads, tokens, dim]
+            wanted = "[batch, tokens, heads, dim], with as many tokens as query or more"
+            raise argument_error("key", wanted, f"{key.shape} beside {query.shape}")
     key, value = check_keys_and_values(fmt, call.key, call.value, outer, kv_heads, query.shape[-1])
     key, value = (np.ascontiguousarray(x) if is_broadcast(x) else x for x in (key, value))
     steps = sequences.over_keys(query, key)
@@ -115,15 +118,6 @@ def checked_cache_attention(call: CacheAttention, sequences: Sequences) -> Atten
         results=attention_results(query.shape, fmt, call.return_lse, [*inputs, *written]),
         current=(key, value), layer=layer, written=written,
     )  # fmt: skip
-
-
-def looks_swapped(query: tuple[int, ...], key: Array) -> bool:
-    """Return whether keys of fewer tokens than queries would be [batch, heads, tokens, dim] of more."""
-    if len(query) != 4 or not isinstance(key, np.ndarray) or key.ndim != 4:
-        return False
-    heads, tokens = query[1:3]
-    key_heads, keys = key.shape[1:3]
-    return key_heads < heads and keys >= tokens and bool(key_heads) and heads % key_heads == 0
 
 
 def check_queries(

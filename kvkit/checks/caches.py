@@ -57,7 +57,14 @@ def cache_layer(
     if scale is None if named else not quant_bit:
         return layer
     if named and isinstance(scale, np.ndarray) and scale.shape in ((2,), (2, heads)):  # the caller's
-        return with_own_scales(layer, scale)
+        scale_format = checked_format("scale", scale, FLOATS, scale.ndim)
+        bad = scale[~(np.isfinite(scale.astype(np.float32)) & (scale > 0))]
+        if bad.size:
+            got = f"{float(bad[0])}".replace("nan", "NaN")
+            raise argument_error("scale", "finite numbers above 0", got)
+        layer = at_scales(layer, scale)
+        adjoin = layer.heads_adjoin and not layer.sides[0].scale_head
+        return layer._replace(scale_format=scale_format.name, heads_adjoin=adjoin)
 
     group = integer("quant_group", arguments.quant_group, 1)
     if dim % group:
@@ -91,17 +98,6 @@ def layer_sides(array: Array, layout: Layout, layer: int) -> tuple[Side, Side]:
     sequence = strides[at["b"]] if "b" in at else 0
     key = Side(address(array) + layer * strides[at["l"]], sequence, strides[at["n"]], strides[at["h"]])
     return key, key._replace(address=key.address + strides[at["kv"]])
-
-
-def with_own_scales(layer: Context, scale: Array) -> Context:
-    """Return the layer with the caller's checked scales, [2] (keys, values) or [2, heads]."""
-    scale_format = checked_format("scale", scale, FLOATS, scale.ndim)
-    bad = scale[~(np.isfinite(scale.astype(np.float32)) & (scale > 0))]
-    if bad.size:
-        raise argument_error("scale", "finite numbers above 0", f"{float(bad[0])}".replace("nan", "NaN"))
-    layer = at_scales(layer, scale)
-    heads_adjoin = layer.heads_adjoin and not layer.sides[0].scale_head
-    return layer._replace(scale_format=scale_format.name, heads_adjoin=heads_adjoin)
 
 
 def at_scales(layer: Context, scale: Array) -> Context:

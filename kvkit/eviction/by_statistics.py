@@ -31,7 +31,12 @@ def expected(
         raise argument_error("queries", f"more than the {sinks} of the sinks", inputs.queries.shape[2])
     dim, group = keys.shape[3], queries.shape[1] // inputs.heads
     now = integer("now", inputs.tokens if now is None else now, 0)
-    rotation = mean_rotation(rope, np.arange(now, now + future), dim)
+    angles = np.arange(now, now + future)[:, None] * rope.frequencies
+    cosines, sines = (part.mean(0) * rope.attention_factor for part in (np.cos(angles), np.sin(angles)))
+    first, second = (np.arange(dim)[part] for part in rope.pairs())
+    rotation = np.eye(dim)  # the mean of the rotation matrices of the positions
+    rotation[first, first] = rotation[second, second] = cosines
+    rotation[first, second], rotation[second, first] = -sines, sines
     weights = np.empty((*queries.shape[:2], keys.shape[2]), np.float32)
     for b, q in np.ndindex(queries.shape[:2]):  # q: a query head
         mean, k = queries[b, q].mean(0, dtype=np.float64), keys[b, q // group]
@@ -78,14 +83,3 @@ def checked_rope(rope: Any, dim: int) -> Rope:
     if not isinstance(rope, Rope) or rope.end > dim:
         raise argument_error("rope", f"a kvkit.Rope of at most {dim} elements", describe(rope))
     return rope
-
-
-def mean_rotation(rope: Rope, positions: Array, dim: int) -> Array:
-    """Return the mean of the rotation matrices of some positions, float64 [dim, dim]."""
-    angles = positions[:, None] * rope.frequencies
-    cosines, sines = (part.mean(0) * rope.attention_factor for part in (np.cos(angles), np.sin(angles)))
-    first, second = (np.arange(dim)[part] for part in rope.pairs())
-    matrix = np.eye(dim)
-    matrix[first, first] = matrix[second, second] = cosines
-    matrix[first, second], matrix[second, first] = -sines, sines
-    return matrix

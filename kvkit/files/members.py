@@ -101,7 +101,15 @@ def read(
     if file is None or member.compress_type == zipfile.ZIP_DEFLATED:
         with archive.open(member) as data:
             data.read(header.begin)
-            return unpack_into(data, np.empty(shape, dtype, order))
+            array = np.empty(shape, dtype, order)
+            rest = memoryview(as_bytes(array))  # type: ignore[arg-type]
+            while rest:
+                count = data.readinto(rest[:CHUNK_BYTES])  # type: ignore[attr-defined]
+                if not count:
+                    raise ValueError("its data ends early")
+                rest = rest[count:]
+            data.read(1)  # zipfile compares the checksum here
+            return array
     if 0 in shape:
         return np.empty(shape, dtype, order)  # an empty mapping is impossible
     file.seek(member.header_offset)
@@ -151,18 +159,6 @@ def is_storable(dtype: np.dtype[Any]) -> bool:
 def is_extension_dtype(dtype: np.dtype[Any]) -> bool:
     """Return whether a dtype is bfloat16 or float8, which numpy does not have."""
     return dtype == BFLOAT16_DTYPE or dtype in FLOAT8.values()
-
-
-def unpack_into(data: IO[bytes], array: Array) -> Array:
-    """Fill an array from the rest of a member."""
-    rest = memoryview(as_bytes(array))  # type: ignore[arg-type]
-    while rest:
-        count = data.readinto(rest[:CHUNK_BYTES])  # type: ignore[attr-defined]
-        if not count:
-            raise ValueError("its data ends early")
-        rest = rest[count:]
-    data.read(1)  # zipfile compares the checksum here
-    return array
 
 
 def make_header(array: Array) -> bytes:

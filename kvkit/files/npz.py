@@ -78,8 +78,13 @@ def read(
                 if name in entries:
                     with reading_errors(path, f"member {quoted(name)} is damaged"):
                         metadata = json.loads(read_text(archive, entries.pop(name)))
-            check_metadata(path, metadata)
-            dtypes = metadata.get("dtypes", {})
+            dtypes = metadata.get("dtypes", {}) if isinstance(metadata, dict) else None
+            if not isinstance(dtypes, dict):
+                raise file_error(path, f"{METADATA} or its dtypes are no object")
+            known = COMPRESSED_VERSION if metadata.get(FORMS) else VERSION
+            if metadata.get("version", VERSION) != known:
+                version = brief(repr(metadata.get("version")))
+                raise file_error(path, f"{METADATA} has version {version}, not {known}", "update kvkit")
             for name, info in entries.items():
                 with reading_errors(path, f"member {quoted(name)} is damaged"):
                     short = name.removesuffix(".npy")
@@ -119,17 +124,6 @@ def check_names(path: FilePath, names: Iterable[str]) -> None:
         if name.removesuffix(".npy") in seen:
             raise file_error(path, f"member {quoted(name)} is there twice")
         seen.add(name.removesuffix(".npy"))
-
-
-def check_metadata(path: FilePath, metadata: Any) -> None:
-    """Refuse metadata of a wrong type or version."""
-    dtypes = metadata.get("dtypes", {}) if isinstance(metadata, dict) else None
-    if not isinstance(dtypes, dict):
-        raise file_error(path, f"{METADATA} or its dtypes are no object")
-    known = COMPRESSED_VERSION if metadata.get(FORMS) else VERSION
-    if metadata.get("version", VERSION) != known:
-        found = brief(repr(metadata.get("version")))
-        raise file_error(path, f"{METADATA} has version {found}, not {known}", "update kvkit")
 
 
 def packed_headers(

@@ -3,10 +3,11 @@
 The first bytes of a file decide its kind, not its name. Only chunks of LMCache are recognised by their names.
 """
 
+import contextlib
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from kvkit.errors import argument_error, brief
 from kvkit.files import file_kinds, llama, lmcache, mlx, npy, npz, pt, tensors
@@ -79,7 +80,10 @@ def read(path: FilePath) -> Contents:
         begin = file.read(9)
         file.seek(0)
         if begin.startswith(b"PK") and (not fields or zipfile.is_zipfile(file)):
-            return pt.read(path) if is_torch(file) else npz.read(path)
+            of_torch = None
+            with contextlib.suppress(Exception), zipfile.ZipFile(file) as archive:
+                of_torch = file_kinds.kind_of_archive(archive.namelist())
+            return pt.read(path) if of_torch else npz.read(path)  # which words an error of the archive
         if fields:  # raw elements: the first bytes may be any
             return lmcache.read(path, fields)
         kind = file_kinds.kind_of_file(file)
@@ -95,15 +99,6 @@ def read(path: FilePath) -> Contents:
     if not begin:
         raise file_error(path, "it is empty")
     raise file_error(path, f"it begins with {brief(begin)}, like no kind of file that kvkit reads", READS)
-
-
-def is_torch(file: BinaryIO) -> bool:
-    """Return whether a zip archive was written by torch.save."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            return file_kinds.kind_of_archive(archive.namelist()) is not None
-    except Exception:  # `npz.read` meets the same error and words it
-        return False
 
 
 def write(

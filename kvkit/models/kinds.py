@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, cast
 
 from kvkit.models.words import MOST_LAYERS, Words, shown
+from kvkit.typed import Method
 
 # {name of a layer's type: its kind}. "indexed" is attention with index keys, "csa" and "hca" are V4's.
 KIND_OF_TYPE = {
@@ -49,6 +51,19 @@ NEED_A_LIST = set(
 )
 UNREADABLE = {"rwkv", "rwkv5", "xlstm", "reformer", "blt", "zaya", "xlnet", "transfo-xl", "retnet"}
 STATED = "a model whose layers kvkit can read"
+# {an entry of configurations: f(words, entry, layers) -> the kinds of layers, None if it says nothing}; where
+# two entries give a layer different kinds, an error names the earlier one
+SOURCES: dict[str, Callable[[Words, str, int], list[str] | None]] = {}
+
+
+def entry(*names: str) -> Callable[[Method], Method]:
+    """Return a decorator of the function that reads the kinds of layers from entries of these names."""
+
+    def register(read: Method) -> Method:
+        SOURCES.update(dict.fromkeys(names, cast(Any, read)))
+        return read
+
+    return register
 
 
 @dataclass(frozen=True)
@@ -137,6 +152,7 @@ def drafts(words: Words) -> int:
     return words.count("num_nextn_predict_layers", "num_mtp_layers", default=0)
 
 
+@entry(*LISTED)
 def listed_kinds(words: Words, name: str, count: int) -> list[str]:
     """Read a list of types by name."""
     types = words.by_layer(name, count, drafts(words)) or []
@@ -149,6 +165,7 @@ def listed_kinds(words: Words, name: str, count: int) -> list[str]:
     return kinds
 
 
+@entry("hybrid_override_pattern")
 def letters(words: Words, name: str, count: int) -> list[str]:
     """Read a text with a letter for each layer."""
     text = words.value(name)
@@ -159,6 +176,7 @@ def letters(words: Words, name: str, count: int) -> list[str]:
     return [LETTERS[letter] for letter in text]
 
 
+@entry("hybrid_layer_pattern")
 def hybrid_layer_pattern(words: Words, name: str, count: int) -> list[str]:
     """Read MiMo's list, 1 for a window, or Megatron's letters."""
     read = letters if isinstance(words.entries[name], str) else flagged("window", "full")
@@ -179,6 +197,7 @@ def bits(words: Words, name: str, count: int) -> list[int]:
     return [int(each) for each in members]
 
 
+@entry("block_types", "_block_types")
 def block_types(words: Words, name: str, count: int) -> list[str]:
     """Read RecurrentGemma's types, which repeat; its attention has a window."""
     kinds = {"recurrent": "state", "attention": "window"}
@@ -188,12 +207,14 @@ def block_types(words: Words, name: str, count: int) -> list[str]:
     return [kinds[members[i % len(members)]] for i in range(count)]
 
 
+@entry("full_attention_interval", "layer_group_size")
 def interval(words: Words, name: str, count: int) -> list[str]:
     """Read n of models in which each n-th layer is full and the others have states."""
     step = words.count(name, least=1)
     return ["state" if (i + 1) % step else "full" for i in range(count)]
 
 
+@entry("linear_attn_config")
 def linear_attn_config(words: Words, name: str, count: int) -> list[str] | None:
     """Read Kimi's lists of layers, which are numbered from 1."""
     if not states(words, name, "full_attn_layers", "kda_layers"):
@@ -222,6 +243,12 @@ def numbered(chosen: str, rest: str) -> Callable[[Words, str, int], list[str]]:
     return read
 
 
+entry("attn_layer_indices")(numbered("full", "state"))
+entry("full_attn_idxs")(numbered("full", "conv"))
+entry("local_layer_ids")(numbered("both_window", "both"))
+
+
+@entry("attn_layer_period")
 def attn_layer_period(words: Words, name: str, count: int) -> list[str]:
     """Read Jamba's period and offset of attention; Zamba counts from its third layer."""
     period, offset = words.count(name, least=1), words.count("attn_layer_offset", default=0)
@@ -234,6 +261,10 @@ def attn_layer_period(words: Words, name: str, count: int) -> list[str]:
     return ["full" if i % period == offset else "state" for i in range(count)]
 
 
+entry("attn_type_list")(flagged("full", "state"))
+
+
+@entry("block_configs")
 def block_configs(words: Words, name: str, count: int) -> list[str]:
     """Read Nemotron-NAS's blocks, some of which have no attention."""
     kinds = []
@@ -244,6 +275,10 @@ def block_configs(words: Words, name: str, count: int) -> list[str]:
     return kinds
 
 
+entry("hybrid_layer_ids")(numbered("both", "state"))
+
+
+@entry("compress_ratios")
 def compress_ratios(words: Words, name: str, count: int) -> list[str]:
     """Read DeepSeek V4's ratios; further members belong to layers of drafts."""
     if words.model_type != "deepseek_v4":
@@ -258,6 +293,7 @@ def compress_ratios(words: Words, name: str, count: int) -> list[str]:
     return ["v4_window" if RATIOS[ratio] == "window" else RATIOS[ratio] for ratio in ratios[:count]]
 
 
+@entry("sliding_window_pattern", "_sliding_window_pattern")
 def sliding_window_pattern(words: Words, name: str, count: int) -> list[str] | None:
     """Read n, where each n-th layer is full, or a text such as LLLG, which repeats."""
     pattern = words.value(name)
@@ -276,12 +312,14 @@ def sliding_window_pattern(words: Words, name: str, count: int) -> list[str] | N
     return ["window" if step and (i + 1) % step else "full" for i in range(count)]
 
 
+@entry("global_attn_every_n_layers")
 def global_attn_every_n_layers(words: Words, name: str, count: int) -> list[str]:
     """Read n, where each n-th layer is full: ModernBERT counts from the first, AFMoE from the n-th."""
     step, first = words.count(name, least=1), words.model_type != "afmoe"
     return ["window" if (i if first else i + 1) % step else "full" for i in range(count)]
 
 
+@entry("no_rope_layers", "no_rope_layer_interval")
 def no_rope_layers(words: Words, name: str, count: int) -> list[str] | None:
     """Read which layers of Llama 4 attend within chunks: those that rotate keys."""
     if not words.model_type.startswith("llama4"):
@@ -298,27 +336,13 @@ def rotating_layers(words: Words, count: int) -> list[int]:
     return [int((i + 1) % step != 0) for i in range(count)]
 
 
+@entry("sparse_attention_config")
 def sparse_attention_config(words: Words, name: str, count: int) -> list[str] | None:
     """Read which layers of MiniMax M3 have index keys."""
     if not states(words, name, "sparse_attention_freq"):
         return None
     part = words.part(name)
     return ["indexed" if flag else "full" for flag in bits(part, "sparse_attention_freq", count)]
-
-
-SOURCES: dict[str, Callable[[Words, str, int], list[str] | None]] = {
-    "layer_types": listed_kinds, "layers_block_type": listed_kinds, "hybrid_override_pattern": letters,
-    "hybrid_layer_pattern": hybrid_layer_pattern, "block_types": block_types, "_block_types": block_types,
-    "full_attention_interval": interval, "layer_group_size": interval,
-    "linear_attn_config": linear_attn_config, "attn_layer_indices": numbered("full", "state"),
-    "full_attn_idxs": numbered("full", "conv"), "local_layer_ids": numbered("both_window", "both"),
-    "attn_layer_period": attn_layer_period, "attn_type_list": flagged("full", "state"),
-    "block_configs": block_configs, "hybrid_layer_ids": numbered("both", "state"),
-    "compress_ratios": compress_ratios, "sliding_window_pattern": sliding_window_pattern,
-    "_sliding_window_pattern": sliding_window_pattern,
-    "global_attn_every_n_layers": global_attn_every_n_layers, "no_rope_layers": no_rope_layers,
-    "no_rope_layer_interval": no_rope_layers, "sparse_attention_config": sparse_attention_config,
-}  # fmt: skip
 
 
 def has_window(words: Words) -> bool:

@@ -91,7 +91,14 @@ def callback(
     code = load_code(file, signature)
     if code is None:
         notices.compiling(full_name(function), llvm.get_host_cpu_name())
-        code = compile_code(copy_under_own_name(function), signature, options, control)
+        pipeline: Any = compiler.Compiler
+        if numba_068.is_known():
+            pipeline = numba_068.ControlCompiler if control else numba_068.KernelCompiler
+        named = copy_under_own_name(function)
+        kernel = ccallback.CFunc(named, signature, {}, dict(options), pipeline)
+        with lazy_imports.gc_paused():
+            kernel.compile()
+        code = Code(kernel.native_name, kernel._library, signature)  # type: ignore[attr-defined]
         save_code(file, function.__module__, code)
     LIVE_CODE.append(code)
     return code
@@ -112,19 +119,6 @@ class Kernel:
 def compiled(signature: Any, **options: bool) -> Callable[[Function], Kernel]:
     """Return a decorator that makes a kernel; `options` are those of `callback`."""
     return functools.partial(Kernel, signature=signature, options=options)
-
-
-def compile_code(
-    function: Function, signature: Any, options: dict[str, Any], control: bool = False
-) -> "Code":
-    """Compile a function into machine code."""
-    pipeline: Any = compiler.Compiler
-    if numba_068.is_known():
-        pipeline = numba_068.ControlCompiler if control else numba_068.KernelCompiler
-    kernel = ccallback.CFunc(function, signature, {}, dict(options), pipeline)
-    with lazy_imports.gc_paused():
-        kernel.compile()
-    return Code(kernel.native_name, kernel._library, signature)  # type: ignore[attr-defined]
 
 
 class Code:

@@ -188,7 +188,15 @@ def cells(
     users: list[list[int]] = [[] for _ in range(count)]
     for slot, sequence in zip(slots.tolist(), sequences.tolist(), strict=True):
         users[slot].append(sequence)
-    drawn_cells = [cell_of(owners, sign) for owners, sign in zip(users, unowned.tolist(), strict=True)]
+    drawn_cells = []
+    for owners, sign in zip(users, unowned.tolist(), strict=True):
+        if len(owners) == 1:
+            letter = LETTERS[owners[0] % len(LETTERS)]
+            drawn_cells.append(svg.Cell(letter, f"s{owners[0]}", 2, f"sequence {owners[0]}"))
+        else:
+            mark = SHARED if owners else sign
+            by = f" by sequences {', '.join(map(str, owners))}" if owners else ""
+            drawn_cells.append(svg.Cell(mark, ROW_STATES[mark], 2, ROW_STATES[mark] + by))
     across = page_size or (pages.page_size if pages.page_size > 1 else ROWS_ACROSS)
     lines = [(str(at // across), drawn_cells[at : at + across]) for at in range(0, count, across)]
     words = legend(pages.lengths.tolist(), [cell.text for cell in drawn_cells])
@@ -199,15 +207,6 @@ def cells(
     return "\n".join(
         [*(f"{label:>{wide}}  {''.join(cell.text for cell in row)}" for label, row in lines), words]
     )
-
-
-def cell_of(owners: list[int], unowned: str) -> svg.Cell:
-    """Return the box of a row that these sequences use; without any it has the sign `unowned`."""
-    if len(owners) == 1:
-        return svg.Cell(LETTERS[owners[0] % len(LETTERS)], f"s{owners[0]}", 2, f"sequence {owners[0]}")
-    mark = SHARED if owners else unowned
-    by = f" by sequences {', '.join(map(str, owners))}" if owners else ""
-    return svg.Cell(mark, ROW_STATES[mark], 2, ROW_STATES[mark] + by)
 
 
 def legend(lengths: list[int], marks: list[str]) -> str:

@@ -40,11 +40,14 @@ def find_queries(
     packed tokens; or it has the axes of the keys' layout in their order, or rows of all heads.
     """
     name = next((name for name in QUERY_NAMES if nested(arrays, name) is not None), None)
+    beside = patterns_beside(named.patterns[0]) if named else None
+    of_layers = by_layer(arrays, beside[1]) if beside else {}
     if name is not None:
         given = nested(arrays, name)
         names = tuple(each for each in arrays if each == name or each.startswith(f"{name}."))
-    elif (of_layers := names_by_layer(arrays, named)) is not None:
-        given, names, name = [arrays[each] for each in of_layers], tuple(of_layers), of_layers[0]
+    elif named is not None and of_layers and of_layers.keys() >= set(named.numbers):
+        names = tuple(of_layers[number] for number in named.numbers)
+        given, name = [arrays[each] for each in names], names[0]
     else:
         return FoundQueries()
     keys, axes = open_keys(), () if layout is None else layouts.parse(layout).axes
@@ -87,15 +90,6 @@ def orders_of_axes(query: Any, dim: int, axes: Sequence[str]) -> list[Any]:
         query = query.swapaxes(-1, -2)
     heads_first = {"h", "n"} <= set(axes) and axes.index("h") < axes.index("n")
     return [query.swapaxes(-3, -2), query] if heads_first and query.ndim > 2 else [query]
-
-
-def names_by_layer(arrays: Mapping[str, Any], named: LayerNames | None) -> list[str] | None:
-    """Return the names of arrays of queries that lie beside keys of each layer; None without any."""
-    if named is None:
-        return None
-    beside = patterns_beside(named.patterns[0])
-    found = by_layer(arrays, beside[1]) if beside else {}
-    return [found[number] for number in named.numbers] if found.keys() >= set(named.numbers) else None
 
 
 def split_queries(query: Any, heads: int, dim: int, starts: Array) -> Any:

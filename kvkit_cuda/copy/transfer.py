@@ -133,25 +133,6 @@ def plain_reader(packed, span):
     return Reader(memory.load(*chunks.access(packed, span)), device.inlined(beside))
 
 
-def store_floats(packed, cache_format, scale_format, span, reader):
-    block = BY_NAME[cache_format].block
-    store = (
-        blocks.store(packed, cache_format) if block else chunks.store(packed, cache_format, span, reader.read)
-    )
-    return device.inlined(lambda packed, cache, scale, group: store(packed, cache))
-
-
-def load_floats(packed, cache_format, scale_format, span, reader):
-    block = BY_NAME[cache_format].block
-    load = blocks.load(packed, cache_format) if block else chunks.load(packed, cache_format, span)
-    return device.inlined(lambda packed, cache, scale, group: load(packed, cache))
-
-
-def load_codes(packed, cache_format, scale_format, span, reader):
-    dequantize = chunks.dequantize(packed, cache_format, scale_format, span)
-    return device.inlined(lambda packed, cache, scale, group: dequantize(packed, cache, scale))
-
-
 def store_codes(packed, cache_format, scale_format, span, reader):
     read, beside = reader
     largest = chunks.largest(packed, span, read)
@@ -175,11 +156,6 @@ def store_codes(packed, cache_format, scale_format, span, reader):
     return device.inlined(on_chunk)
 
 
-def store_quotients(packed, cache_format, scale_format, span, reader):
-    divide = chunks.divide(packed, cache_format, scale_format, span, given=True, read=reader.read)
-    return device.inlined(lambda packed, cache, scale, _: divide(packed, cache, scale, np.int32(0), False))
-
-
 @device.inlined
 def mates_of(thread, lanes):
     """Return the mask of the `lanes` threads of a warp that share a group with a thread, or 0."""
@@ -193,13 +169,23 @@ def lanes_of(members, team=WARP):
 
 def on_chunk_of(direction, packed, cache_format, scale_format, span, given, reader=None):
     """Return f(packed, cache, scale address, group), which copies a chunk; a `reader` takes other sources."""
+    reader, block = reader or plain_reader(packed, span), BY_NAME[cache_format].block
+    coded = packed, cache_format, scale_format, span
+    if direction == "load" and scale_format:
+        dequantize = chunks.dequantize(*coded)
+        return device.inlined(lambda packed, cache, scale, group: dequantize(packed, cache, scale))
     if direction == "load":
-        make = load_codes if scale_format else load_floats
-    elif given:
-        make = store_quotients
-    else:
-        make = store_codes if scale_format else store_floats
-    return make(packed, cache_format, scale_format, span, reader or plain_reader(packed, span))
+        load = blocks.load(packed, cache_format) if block else chunks.load(packed, cache_format, span)
+        return device.inlined(lambda packed, cache, scale, group: load(packed, cache))
+    if given:
+        divide = chunks.divide(*coded, given=True, read=reader.read)
+        zero = np.int32(0)
+        return device.inlined(lambda packed, cache, scale, _: divide(packed, cache, scale, zero, False))
+    if scale_format:
+        return store_codes(*coded, reader)
+    new = packed, cache_format
+    store = blocks.store(*new) if block else chunks.store(*new, span, reader.read)
+    return device.inlined(lambda packed, cache, scale, group: store(packed, cache))
 
 
 # The arrays that addresses of keys and of values point into.

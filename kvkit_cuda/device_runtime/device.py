@@ -79,6 +79,11 @@ def either(emulation, function):
     return emulation if SIMULATED else inlined(function)
 
 
+def simulates(function):
+    """Return a decorator of a function's emulation, which the simulator runs in its place."""
+    return functools.partial(either, function=function)
+
+
 def force_inlined(function):
     """Compile a long device function that LLVM inlines, which is faster than numba's inlining."""
     return function if SIMULATED else cuda.jit(function, device=True, forceinline=True, fastmath=False)

@@ -30,7 +30,7 @@ WORD, NUMBER, ADDRESS, OFFSET, HALF = types.uint32, types.float32, types.int64, 
 LLVM = {WORD: ir.IntType(32), OFFSET: ir.IntType(32), ADDRESS: ir.IntType(64), NUMBER: ir.FloatType()}
 LLVM[HALF] = ir.IntType(16)
 LETTER = {WORD: "r", OFFSET: "r", ADDRESS: "l", NUMBER: "f", HALF: "h"}
-either = device.either
+either, simulates = device.either, device.simulates
 MINIFLOATS = 8, 9  # the first compute capability that converts floats of 8 bits
 SHORT = {"float16": "f16", "bfloat16": "bf16"}
 
@@ -130,15 +130,13 @@ def mma(element):
 _transposed = instruction("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", [WORD], [WORD])
 
 
-def _transposed_simulated(word):
+@simulates(lambda word: _transposed(word))
+def transposed(word):
+    """Return columns 2t, 2t+1 of row g of the transpose of a matrix [8, 8], whose own `word` has."""
     lane, words = device.share_with_warp(word)
     g, t = divmod(lane, 4)
     one, other = (int(words[4 * (2 * t + i) + g // 2]) >> g % 2 * 16 & 0xFFFF for i in range(2))
     return np.uint32(one | other << 16)
-
-
-# (word) -> columns 2t, 2t+1 of row g of the transpose of a matrix [8, 8]; `word` has those of the matrix.
-transposed = either(_transposed_simulated, lambda word: _transposed(word))
 
 
 def bytes_of(choice):
@@ -278,13 +276,13 @@ _arrived = instruction("cp.async.wait_all;", [], [], ordered=True)
 _end_group = instruction("cp.async.commit_group;", [], [], ordered=True)
 
 
-def _arrived_simulated():
+@simulates(lambda: _arrived())
+def arrived():
+    """Wait for all copies of the thread."""
     _end(len(groups()))
     groups().append([])
 
 
-# (): wait for all copies of the thread.
-arrived = either(_arrived_simulated, lambda: _arrived())
 # (): make a group of the copies that the thread has begun since the last group.
 end_group = either(lambda: groups().append([]), lambda: _end_group())
 
@@ -302,13 +300,12 @@ def all_but(count):
 _power = instruction("ex2.approx.ftz.f32 $0, $1;", [NUMBER], [NUMBER])
 
 
-def _power_simulated(x):
+@simulates(lambda x: _power(x))
+def power(x):
+    """Return 2 to the power x, with a relative error below 2^-22; 0 where that is not a normal number."""
     with np.errstate(all="ignore"):
         return np.exp2(np.float32(x))
 
-
-# (x) -> 2 to the power x, with a relative error below 2^-22; 0 where that is not a normal number.
-power = either(_power_simulated, lambda x: _power(x))
 
 _larger = instruction("max.f32 $0, $1, $2;", [NUMBER], [NUMBER] * 2)
 

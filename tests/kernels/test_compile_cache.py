@@ -240,9 +240,9 @@ class Shelf:
 
     def make(self, key=()):
         """Compile or load a kernel; return its entry, which tells whether it was loaded."""
-        compiled, compile_ = [], self.jit.compile_code
+        compiled = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self.jit, "compile_code", lambda *args: compiled.append(args) or compile_(*args))
+            patch.setattr(self.jit.notices, "compiling", lambda *args: compiled.append(args))
             code = self.jit.callback(self.function, SHARE, key)
         assert code.ctypes(7, 1, 2) == 4
         return self.jit.cached_file(self.function, code.signature, (key, False)), not compiled

@@ -3,6 +3,7 @@
 Each case runs in memory, and by instructions where the processor has them.
 """
 
+import functools
 import itertools
 import math
 import re
@@ -198,47 +199,48 @@ def test_beside_the_reference_and_bit_for_bit_by_instructions(case, rng, monkeyp
             assert_same(one, other)
 
 
+def engines_made(monkeypatch, form, engines, call):
+    """Return for what a call makes `engines` of tiles."""
+    made, engine = [], engines.engine
+    prepare.engines.cache_clear()
+    use_tiles(monkeypatch, form)
+    with monkeypatch.context() as patch:
+        patch.setattr(engines, "engine", lambda *given: made.append(given[:3]) or engine(*given))
+        call()
+    return made
+
+
 @forms
 def test_tiles_are_used_where_they_fit(form, rng, monkeypatch):
     """Otherwise the other tests would prove nothing."""
-    used = []
-    engine = prepare.wide_tiles.engine
-    monkeypatch.setattr(prepare.wide_tiles, "engine", lambda *given: used.append(given[:2]) or engine(*given))
     codes = Formats("bf16", "int8", "fp16", 8, 32)
     for call, terms in (
         (static(rng, BF16, 0, 40, dim=64), "BFLOAT16"), (static(rng, FP16, 0, 40, dim=64), "FLOAT16"),
         (dynamic_cache(rng, codes, [(0, 40)], dim=64), "CODES"), (static(rng, BF16, 0, 40, dim=48), None),
     ):  # fmt: skip
-        prepare.engines.cache_clear()
-        use_tiles(monkeypatch, form)
-        call.run()
-        assert used == ([(form == machine.MEMORY, getattr(tile_products, terms))] if terms else [])
-        used.clear()
+        made = engines_made(monkeypatch, form, prepare.wide_tiles, call.run)
+        expected = [(form == machine.MEMORY, getattr(tile_products, terms))] if terms else []
+        assert [given[:2] for given in made] == expected
 
 
 @forms
 def test_narrow_tiles_are_used_where_they_fit(form, rng, monkeypatch):
-    used = []
-    engine = prepare.narrow_tiles.engine
-    monkeypatch.setattr(prepare.narrow_tiles, "engine", lambda *given: used.append(given) or engine(*given))
     both = (BF16, tile_products.BFLOAT16), (FP16, tile_products.FLOAT16)
     for (formats, terms), (dim, rows, *expected) in itertools.product(both, (
         (64, 4, [], []), (64, 5, [8], []), (64, 8, [8], []), (96, 9, [16], [16]), (48, 8, [], []),
         (48, 16, [], []), (64, 2, [], []), (64, 17, [], []),
     )):  # fmt: skip
-        prepare.engines.cache_clear()
-        use_tiles(monkeypatch, form)
-        static(rng, formats, 40, 1, 1, rows, 1, dim=dim).run()
-        assert used == [(rows, form == machine.MEMORY, terms) for rows in expected[formats is FP16]]
-        used.clear()
+        call = static(rng, formats, 40, 1, 1, rows, 1, dim=dim)
+        assert engines_made(monkeypatch, form, prepare.narrow_tiles, call.run) == [
+            (rows, form == machine.MEMORY, terms) for rows in expected[formats is FP16]
+        ]
     for data, dim, rows in ((ml_dtypes.bfloat16, 64, 5), (np.float16, 64, 16), (np.float16, 96, 8)):
-        prepare.engines.cache_clear()
-        use_tiles(monkeypatch, form)
         pool = np.ones((1, 8, 1, dim), ml_dtypes.float8_e4m3fn)
-        kvkit.paged_attention(np.ones((1, rows, dim), data), pool, pool, [[0]], [8])
+        arguments = np.ones((1, rows, dim), data), pool, pool, [[0]], [8]
+        call = functools.partial(kvkit.paged_attention, *arguments)
         terms = tile_products.Terms(1, 1 + (data == np.float16), "e4m3")
-        assert used == ([(-(-rows // 8) * 8, form == machine.MEMORY, terms)] if dim == 64 else [])
-        used.clear()
+        made = engines_made(monkeypatch, form, prepare.narrow_tiles, call)
+        assert made == ([(-(-rows // 8) * 8, form == machine.MEMORY, terms)] if dim == 64 else [])
 
 
 @pytest.mark.parametrize(

@@ -272,7 +272,8 @@ class StateLayer(Layer):
         current = NO_STATE if store is None else store.current
         checkpoints = {} if store is None else dict(store.checkpoints)
         if call == "remove" and begin < now:
-            if not plan.crops and removes(*arguments, **options):
+            end = arguments[1] if len(arguments) > 1 else options.get("end")
+            if not plan.crops and (end is None or begin < integer("end", end)):
                 wanted = f"the last tokens to go, back to one of {[0, *self.checkpoints]}"
                 raise argument_error(self.name, wanted, f"remove of tokens from {begin} on, in the middle")
             left = self._checked_length(plan.after.length)
@@ -351,8 +352,3 @@ def state_span(length: int, before: int | None = None) -> Span:
 def up_to(length: int, checkpoints: Mapping[int, int]) -> dict[int, int]:
     """Return the checkpoints {position of the next token: version} at positions up to `length`."""
     return {position: version for position, version in checkpoints.items() if position <= length}
-
-
-def removes(begin: int, end: SupportsIndex | None = None, *, close: bool = False) -> bool:
-    """Return whether the range of a call of `remove` is not empty."""
-    return end is None or begin < integer("end", end)

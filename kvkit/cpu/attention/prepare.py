@@ -146,8 +146,13 @@ def prepare_attention(query, out, lse, context, steps, decoding, weights, key_we
         ATTENTION_PARAMS.filled(fixed | fields)  # raises, and says what is wrong
     params = record.copy()
     params[places] = np.fromiter(in_order(fields), np.int64, len(places))
-    if key_weights is not None:
-        keep_items_whole(params, steps)
+    if key_weights is not None:  # no context is split, no tile group has more weights than a worker can keep
+        params[FIELD["least_split"]] = params[FIELD["least_wide_split"]] = 2**40
+        params[FIELD["long_run"]] = prefetching.NEVER  # blocks of any item
+        rows = np.diff(steps.seqstarts) * int(params[FIELD["group"]])
+        tiles = int((-(-rows[rows > NARROW] // WIDE)).sum()) * context.heads
+        most = key_tiles(int(np.diff(steps.kvstarts).max(initial=0)))
+        params[FIELD["most_splits"]] = max(SPLITS, tiles // (most + 1) + 1)
     division = schedule(params, address(params))
     tiles = int(params[FIELD["tiles"]])
     several_tiles = bool(params[FIELD["group"]] > NARROW)  # of the query rows of a token
@@ -529,17 +534,6 @@ def key_sum_fields(key_weights, steps):
         "key_sums": 1, "key_sums_sequence": 8 * heads * tokens, "key_sums_head": 8 * tokens,
         "weights_bytes": -(-size // 64) * 64,
     }  # fmt: skip
-
-
-def keep_items_whole(params, steps):
-    """Set limits so that no context is split, and no tile group has more weights than a worker can keep."""
-    params[FIELD["least_split"]] = params[FIELD["least_wide_split"]] = 2**40
-    params[FIELD["long_run"]] = prefetching.NEVER  # blocks of any item
-    queries, kvlens = np.diff(steps.seqstarts), np.diff(steps.kvstarts)
-    rows = queries * int(params[FIELD["group"]])
-    wide = int((-(-rows[rows > NARROW] // WIDE)).sum()) * int(params[FIELD["heads"]])
-    most = key_tiles(int(kvlens.max(initial=0)))
-    params[FIELD["most_splits"]] = max(SPLITS, wide // (most + 1) + 1)
 
 
 def shared_scales(context):

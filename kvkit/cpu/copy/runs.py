@@ -48,28 +48,23 @@ def copy_bytes(source, target, size):
     copy(source, target, size)
 
 
-def compile_strided_copy(size):
-    """Return a function that copies `count` pieces of `size` bytes, with a stride on each side."""
+def compile_copies(size):
+    """Return functions that copy pieces of `size` bytes: with a stride on each side; a token's chunks."""
 
     def copy_pieces(source, source_step, target, target_step, count):
         for i in range(count):
             copy(source + i * source_step, target + i * target_step, size)
 
-    return helper(copy_pieces)
-
-
-def compile_listed_copy(size):
-    """Return a function that copies one token's chunks, of `size` bytes each."""
-
     def copy_listed(source, target, chunks, end):
         for chunk in range(chunks, end, CHUNK):
             copy(source + get(chunk), target + get(chunk + 8), size)
 
-    return helper(copy_listed)
+    return helper(copy_pieces), helper(copy_listed)
 
 
-strided2, strided4, strided16, strided32 = map(compile_strided_copy, (2, 4, 16, 32))
-listed2, listed4, listed16, listed32 = map(compile_listed_copy, (2, 4, 16, 32))
+(strided2, listed2), (strided4, listed4), (strided16, listed16), (strided32, listed32) = map(
+    compile_copies, (2, 4, 16, 32)
+)
 
 
 @helper

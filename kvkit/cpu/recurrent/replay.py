@@ -9,9 +9,9 @@ from kvkit.cpu.recurrent.tokens import (
     LINE,
     PARAMS,
     SMALL_WORK,
+    begin_work,
     get_float,
     integers,
-    lay_out,
     put_float,
     record,
     room_of,
@@ -21,7 +21,7 @@ from kvkit.cpu.recurrent.tokens import (
     workspace,
 )
 from kvkit.cpu.simd import recurrent as simd
-from kvkit.cpu.simd.lanes import LANES, padded, restore_float_control, subnormals_as_zero
+from kvkit.cpu.simd.lanes import LANES, padded, restore_float_control
 from kvkit.formats.elements import FLOAT32
 from kvkit.formulas.index import share
 from kvkit.runtime.jit import compiled, helper
@@ -61,10 +61,8 @@ def replay_item(params, work, item, state):
 def run_replay(worker, params_at):
     """Move all states on."""
     params = record(params_at)
-    begin = params.scratch + worker * params.scratch_bytes
-    subnormals_as_zero(begin)
+    begin = begin_work(params, worker)
     work = work_at(begin + LINE)
-    lay_out(work, begin, 4 * LANES * (params.k_vectors + 1), 4 * LANES * (params.v_vectors + 1))
     for i in range((params.k_vectors + 1) * LANES):  # the padding stays 0
         put_float(work.decay + 4 * i, get_float(params.numbers))
         put_float(work.k + 4 * i, get_float(params.numbers))

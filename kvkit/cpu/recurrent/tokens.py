@@ -39,9 +39,12 @@ update8, update4, update1 = map(simd.column_update, (8, 4, 1))
 
 
 @helper
-def lay_out(work, begin, k_bytes, v_bytes):
-    """Divide a worker's memory."""
-    at = begin + WORK_BYTES
+def begin_work(params, worker):
+    """Count subnormals as zero and divide a worker's memory; return its address."""
+    begin = params.scratch + worker * params.scratch_bytes
+    subnormals_as_zero(begin)
+    work, at = work_at(begin + LINE), begin + WORK_BYTES
+    k_bytes, v_bytes = 4 * LANES * (params.k_vectors + 1), 4 * LANES * (params.v_vectors + 1)
     work.gates = at
     work.factors = at + LINE
     at += 2 * LINE
@@ -51,6 +54,7 @@ def lay_out(work, begin, k_bytes, v_bytes):
     work.v, work.sk, work.sq = at, at + v_bytes, at + 2 * v_bytes
     work.delta, work.output = at + 3 * v_bytes, at + 4 * v_bytes
     work.state = at + 5 * v_bytes
+    return begin
 
 
 @helper
@@ -242,11 +246,8 @@ def run_item(params, work, item, state, ahead):
 def run_tokens(worker, params_at):
     """Run all heads of all sequences."""
     params = record(params_at)
-    begin = params.scratch + worker * params.scratch_bytes
-    subnormals_as_zero(begin)
-    work = work_at(begin + LINE)
-    lay_out(work, begin, 4 * LANES * (params.k_vectors + 1), 4 * LANES * (params.v_vectors + 1))
-    items = params.sequences * params.heads
+    begin = begin_work(params, worker)
+    work, items = work_at(begin + LINE), params.sequences * params.heads
     last = share(items, worker + 1, params.workers)
     high, wide = (params.dv, params.dk) if params.transposed else (params.dk, params.dv)
     for item in range(share(items, worker, params.workers), last):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from typing import Any
 
@@ -30,7 +31,12 @@ def rotations_of(config: Any) -> list[Any]:
         raise argument_error("rope", KNOWN_ROTATION, found)
     text = config.get_text_config(decoder=True)
     known = text.model_type in NEIGHBOURS  # then `Rope.from_config` knows the pairs
-    interleaved = None if known else pairs_adjoin(text)
+    interleaved = None
+    if not known:
+        path = type(text).__module__.replace(".configuration_", ".modeling_")
+        with contextlib.suppress(ImportError, AttributeError):  # models without `rotate_half`
+            line = importlib.import_module(path).rotate_half(torch.arange(4.0)[None, None, None])
+            interleaved = PAIRS.get(tuple(line.flatten().int().tolist()))
     if interleaved is None and not known:
         found = f"{name}, whose model does not say which elements are pairs"
         raise argument_error("rope", KNOWN_ROTATION, found)
@@ -40,13 +46,3 @@ def rotations_of(config: Any) -> list[Any]:
         raise
     except Exception as error:  # configs may lack numbers, or have one for each layer
         raise argument_error("rope", KNOWN_ROTATION, f"{name}, which cannot be read ({error})") from error
-
-
-def pairs_adjoin(config: Any) -> bool | None:
-    """Return whether the pairs that a model rotates are neighbours; None if its code has no `rotate_half`."""
-    path = type(config).__module__.replace(".configuration_", ".modeling_")
-    try:
-        rotate_half = importlib.import_module(path).rotate_half
-        return PAIRS.get(tuple(rotate_half(torch.arange(4.0)[None, None, None]).flatten().int().tolist()))
-    except (ImportError, AttributeError):
-        return None

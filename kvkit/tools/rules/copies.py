@@ -5,8 +5,6 @@ Rows are compared by their `prints`: a number of 64 bits for each head of each r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from kvkit.checks import table_rules
@@ -60,7 +58,12 @@ def zeros_in_use(case: Case) -> Seen:
             continue
         looked = True
         empty = (case.prints[side.name].rows == 0) & case.rows_in_use[:, :, None]
-        runs += [(side, *run) for run in runs_of_rows(empty)]
+        for layer, block in np.argwhere(empty.any(axis=(2, 3))).tolist():
+            rows = empty[layer, block]  # [rows, heads]
+            ends = np.flatnonzero((rows[1:] != rows[:-1]).any(axis=-1)) + 1
+            for begin, end in zip([0, *ends.tolist()], [*ends.tolist(), len(rows)], strict=True):
+                if heads := np.flatnonzero(rows[begin]).tolist():
+                    runs.append((side, layer, block, begin, end - begin, heads))
 
     def words(run: tuple[CheckedSide, int, int, int, int, list[int]]) -> tuple[str, str]:
         side, layer, block, row, count, heads = run
@@ -70,16 +73,6 @@ def zeros_in_use(case: Case) -> Seen:
         return case.row_name(side, layer, block, row), f"{rows} zero {of_heads}"
 
     return (runs, words) if looked else None
-
-
-def runs_of_rows(marked: np.ndarray) -> Iterator[tuple[int, int, int, int, list[int]]]:
-    """Yield (layer, block, first row, rows, heads) of neighbouring rows with equal heads in a mask."""
-    for layer, block in np.argwhere(marked.any(axis=(2, 3))).tolist():
-        rows = marked[layer, block]  # [rows, heads]
-        ends = np.flatnonzero((rows[1:] != rows[:-1]).any(axis=-1)) + 1
-        for begin, end in zip([0, *ends.tolist()], [*ends.tolist(), len(rows)], strict=True):
-            if heads := np.flatnonzero(rows[begin]).tolist():
-                yield layer, block, begin, end - begin, heads
 
 
 @rule(

@@ -157,29 +157,29 @@ def errors_of(name: str, layer: str) -> Iterator[None]:
 def kept_rows(
     contexts: Sequence[JudgedContext], policies: Sequence[Policy], plan: StudyPlan, place: HeadPlace
 ) -> Iterator[tuple[Policy, list[list[KeptRows]]]]:
-    """Yield (policy, kept rows of each context) for policies of equal scores; `random` once per seed."""
+    """Yield (policy, kept rows of each context) for policies of equal scores; `random` once per seed.
+
+    The rows of a context are those of all heads together if all keep as many, or of each head.
+    """
     first = policies[0]
     seeds: Any = SEEDS if first.scorer == RANDOM and not first.options else (None,)
     for seed in seeds:
         seeded = first if seed is None else replace(first, options={"seed": seed})
         scored = [scores_of(seeded, context, plan, place) for context in contexts]
         for policy in policies:
-            pairs = zip(contexts, scored, strict=True)
-            yield policy, [kept_groups(policy, *each, plan, place) for each in pairs]
-
-
-def kept_groups(
-    policy: Policy, context: JudgedContext, scored: Array, plan: StudyPlan, place: HeadPlace
-) -> list[KeptRows]:
-    """Return the rows that heads keep: together if all heads keep as many, or for each head."""
-    heads, tokens, _ = context.keys.shape
-    count = count_of(policy, context, plan, place)
-    kept = select(scored, count=count, budget="ada" if plan.budget == "ada" else "uniform")
-    later = np.arange(context.choosable, tokens)
-    if isinstance(kept, Kept):
-        parts = np.split(kept.rows, kept.starts[1:-1])
-        return [KeptRows(slice(h, h + 1), np.append(rows, later)[None]) for h, rows in enumerate(parts)]
-    return [KeptRows(slice(0, heads), np.concatenate((kept[0], np.tile(later, (heads, 1))), 1))]
+            groups: list[list[KeptRows]] = []
+            for context, scores in zip(contexts, scored, strict=True):
+                heads, tokens, _ = context.keys.shape
+                count, later = count_of(policy, context, plan, place), np.arange(context.choosable, tokens)
+                kept = select(scores, count=count, budget="ada" if plan.budget == "ada" else "uniform")
+                if isinstance(kept, Kept):
+                    parts = enumerate(np.split(kept.rows, kept.starts[1:-1]))
+                    own = [KeptRows(slice(h, h + 1), np.append(rows, later)[None]) for h, rows in parts]
+                else:
+                    rows = np.concatenate((kept[0], np.tile(later, (heads, 1))), 1)
+                    own = [KeptRows(slice(0, heads), rows)]
+                groups.append(own)
+            yield policy, groups
 
 
 def count_of(policy: Policy, context: JudgedContext, plan: StudyPlan, place: HeadPlace) -> int:

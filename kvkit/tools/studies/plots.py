@@ -75,17 +75,14 @@ def pictures_and_prints(study: StudyRecord, prints: bool = True) -> tuple[dict[s
             drawn["heads"] = head_map(study, name, Figure)
         drawn["channels"] = channels(study, Figure)
         texts = {name: svg(figure) for name, figure in drawn.items()}
-        for figure in drawn.values():
+        made: dict[str, bytes] = {}
+        how = {"format": "png", "dpi": DPI, "facecolor": "white", "bbox_inches": "tight"}
+        for name, figure in drawn.items() if prints else ():
             figure.set_layout_engine("none")  # prints keep the places that the SVGs have found
-        return texts, {f"{name}.png": png(figure) for name, figure in drawn.items() if prints}
-
-
-def png(figure: Any) -> bytes:
-    """Return a figure as PNG, in the resolution of print."""
-    out = io.BytesIO()
-    metadata = {"Software": None}  # equal figures give equal bytes
-    figure.savefig(out, format="png", dpi=DPI, facecolor="white", metadata=metadata, bbox_inches="tight")
-    return out.getvalue()
+            out = io.BytesIO()
+            figure.savefig(out, metadata={"Software": None}, **how)  # equal figures give equal bytes
+            made[f"{name}.png"] = out.getvalue()
+        return texts, made
 
 
 def size_in_words(study: StudyRecord) -> str:

@@ -194,11 +194,13 @@ def worst_heads(study: StudyRecord) -> list[tuple[str, str]]:
     hidden = f"{RANDOM}@", f"{ORACLE}@"
     shown = (one for one in study.summary if not (study.unjudged and one.evicts))
     own = [one.scheme for one in shown if not one.scheme.startswith(hidden)]
-    return [(name, ", ".join(map(head_in_words, study.worst(name)))) for name in own]
-
-
-def head_in_words(row: Mapping[str, Any]) -> str:
-    """Return the name of a head with its errors."""
-    if "kl" in row:
-        return f"{row['layer']} head {row['head']} (KL {row['kl']:.2e}, output {row['output_error']:.3f})"
-    return f"{row['layer']} head {row['head']} {row['side']} ({row['relative_rms']:.3f})"
+    lines = {}
+    for name in own:
+        rows = [(f"{row['layer']} head {row['head']}", row) for row in study.worst(name)]
+        lines[name] = ", ".join(
+            f"{head} (KL {row['kl']:.2e}, output {row['output_error']:.3f})"
+            if "kl" in row
+            else f"{head} {row['side']} ({row['relative_rms']:.3f})"
+            for head, row in rows
+        )
+    return [*lines.items()]
