@@ -1,7 +1,7 @@
 """Count what makes the code hard to read: `python tests/house.py` prints each count and its limit.
 
 `tests/test_laws.py` holds the counts to the limits. A change may lower a limit, never raise one. Then the
-script prints lines, with their targets, and the price of each room and each feature: its lines in the package,
+script prints lines, with their targets, and the price of each room and each feature: its lines in packages,
 in tests and in pages.
 """
 
