@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 import typing
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import kvkit
 import kvkit_cuda
 from kvkit import typed
 from kvkit.cache.base import BaseCache, BaseLayer
+from kvkit.errors import nearest
 from kvkit.operators import OPERATORS
 from kvkit_cli.main import VERBS
 
@@ -126,7 +128,10 @@ def called_by_name(module: Any) -> list[Any]:
     callables = [
         each for each in found if callable(each) and each not in results and each is not kvkit.mla_scale
     ]
-    return [each for each in callables if not isinstance(each, type) or not issubclass(each, Exception)]
+    others = Exception, types.ModuleType  # kvkit.draw is a module that says what to call
+    return [
+        each for each in callables if not issubclass(each if inspect.isclass(each) else type(each), others)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -160,6 +165,15 @@ def test_a_word_of_elsewhere_is_answered_with_kvkits(word):
     first = [np.ones((1, 2, 3, 8), np.float32), 0] if call == CACHE.attend else first
     with pytest.raises(TypeError, match=rf"\(did you mean {right}\?\)"):
         call(*first, **{word: 1})
+
+
+def test_names_of_two_letters_are_not_looked_for_inside_others():
+    assert (nearest("np", ["input"]), nearest("inp", ["input"])) == ([], ["input"])
+
+
+def test_what_comes_after_the_last_position_is_given_by_name():
+    with pytest.raises(TypeError, match=r"\(by name: num_heads, head_dim, is_causal, is_alibi\)$"):
+        kvkit.multi_head_attention(*range(5))
 
 
 def test_what_transformers_has_and_kvkit_says_otherwise():

@@ -21,7 +21,7 @@ def test_matrices(rng, name, dim, value):
     x = rng.standard_normal((3, dim)).astype(np.float32)
     if (name, dim, value) == ("llama.cpp", 96, True):
         with pytest.raises(
-            KvkitError, match=r"rotation: expected a head size of a multiple of 64, for llama.cpp"
+            KvkitError, match=r"^rotation: expected a head size of a multiple of 64, for llama.cpp"
         ):
             rotate(x, name, value=value)
         return

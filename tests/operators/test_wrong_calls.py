@@ -361,6 +361,7 @@ TABLE = [
      at("positions", (1, 9)), *given("positions", np.full(9, -1, np.int32))),
     ("compression", "state_indices",
      *given("state_indices", np.array([1, 1, 0]), np.array([3, 9, 0]), np.array([0]))),
+    ("compression", "kv", each(part(..., np.s_[1:]), "kv", "gate")),
     ("compression", "gate", each(cast("f2"), "gate")),
     ("compression", "ape", each(part(..., np.s_[1:]), "ape"), {"ratio": 5}),
     ("compression", "rope", *given("rope", Rope(18), Rope(6, begin=12))),

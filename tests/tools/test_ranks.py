@@ -156,7 +156,7 @@ def test_what_has_positions_is_not_joined_along_tokens(tmp_path):
     cache.update(keys[0].swapaxes(1, 2), values[0].swapaxes(1, 2), 0)
     cache.remove(2, 4)
     cache.save(tmp_path / "moved.npz")
-    with pytest.raises(KvkitError, match="source: expected a cache whose row r has position r"):
+    with pytest.raises(KvkitError, match=r"^source: expected a cache whose row r has position r"):
         tools.join([tmp_path / "moved.npz"] * 2, axis="n")
     with pytest.raises(KvkitError, match="axis: expected 'h', the heads, or 'n', the tokens"):
         tools.join([plain], axis="b")
