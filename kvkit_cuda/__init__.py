@@ -17,15 +17,15 @@ __all__ = [
     "rope_back", "rotary_position_embedding", "swap_blocks", "topk_rows",
 ]  # fmt: skip
 
-key_value_cache = on_device("key_value_cache", mirror.BITS)
+key_value_cache = on_device("key_value_cache", mirror.EQUAL)
 multi_head_attention = on_device("multi_head_attention", mirror.SUMS, mirror.KEY_WEIGHTS)
-multi_head_cache_attention = on_device("multi_head_cache_attention", mirror.BITS, mirror.CODES, mirror.SUMS)
+multi_head_cache_attention = on_device("multi_head_cache_attention", mirror.EQUAL, mirror.CODES, mirror.SUMS)
 merge_attention_states = on_device("merge_attention_states")
 paged_attention = on_device("paged_attention", mirror.SUMS, mirror.KEY_WEIGHTS)
 paged_append = on_device("paged_append")
 swap_blocks = on_device("swap_blocks")
 mla_attention = on_device("mla_attention", mirror.SUMS, mirror.GATHERED)
-mla_append = on_device("mla_append", mirror.BITS, mirror.ENCODED_ON_HOST)
+mla_append = on_device("mla_append", mirror.EQUAL, mirror.ENCODED_ON_HOST)
 mla_absorb = on_device("mla_absorb", mirror.ON_THE_CPU)
 mla_expand = on_device("mla_expand", mirror.ON_THE_CPU)
 indexer_scores = on_device("indexer_scores", mirror.ON_THE_CPU)
@@ -56,7 +56,7 @@ class PagedPlan:
     def __init__(self, step):
         self.step = step  # the `PlannedPages` of calls/steps.py
 
-    paged_append = on_device("PagedPlan.paged_append", mirror.BITS)
+    paged_append = on_device("PagedPlan.paged_append", mirror.EQUAL)
     paged_attention = on_device("PagedPlan.paged_attention", mirror.SUMS, mirror.KEY_WEIGHTS)
 
 

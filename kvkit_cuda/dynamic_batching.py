@@ -3,7 +3,7 @@
 Names in capitals are sentences that are added to the docstrings of kvkit.
 """
 
-from kvkit_cuda.mirror import ANGLES, BITS, CODES, INTO, ONCE, SUMS, on_device
+from kvkit_cuda.mirror import ANGLES, CODES, EQUAL, INTO, ONCE, SUMS, on_device
 
 __all__ = [
     "Plan", "alibi_mask", "key_value_cache", "multi_head_attention", "multi_head_cache_attention", "plan",
@@ -38,10 +38,10 @@ plan = on_device(
     own={"check": (True, CHECK), "into": (None, INTO.format(same=SAME_STEP))},
     then=Plan,
 )
-key_value_cache = on_device("dynamic_batching.key_value_cache", BITS, TABLE)
+key_value_cache = on_device("dynamic_batching.key_value_cache", EQUAL, TABLE)
 multi_head_attention = on_device("dynamic_batching.multi_head_attention", SUMS)
 multi_head_cache_attention = on_device(
-    "dynamic_batching.multi_head_cache_attention", BITS, CODES, SUMS, TABLE
+    "dynamic_batching.multi_head_cache_attention", EQUAL, CODES, SUMS, TABLE
 )
 position_index = on_device("dynamic_batching.position_index")
 rotary_position_embedding = on_device("dynamic_batching.rotary_position_embedding", ANGLES)

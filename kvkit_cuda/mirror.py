@@ -19,7 +19,7 @@ used in place. Numpy arrays are copied to the current device, and back if they c
 NEW_RESULTS = """Without `out`, results are new arrays of the library and device of `{first}`."""
 ON_HOST = """Index tensors should be on the host, where they are checked: the call waits for index tensors on
 the device."""
-BITS = "Stored bits equal those of the CPU."
+EQUAL = "Stored bits equal those of the CPU."
 CODES = """If fewer than 32 codes share a scale, or, for many rows, fewer than a head has, kernels with tensor
 cores round code times scale to the type of the data, as `key_value_cache` returns it; other scales multiply
 scores and weights. Other kernels keep float32, as the CPU does; only they read formats of `quant_format`."""

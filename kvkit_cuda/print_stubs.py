@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 
 MODULES = "kvkit_cuda", "kvkit_cuda.ascend", "kvkit_cuda.dynamic_batching"
 HEADING = '"""Printed by `python -m kvkit_cuda.print_stubs`."""\n# fmt: off\n'
-WIDTH = 106  # columns of a line, without the indentation of a class
+COLUMNS = 106  # columns of a line, without the indentation of a class
 ARRAY = "Array: TypeAlias = Any  # a numpy array, or a device array of any library\n"
 LIKE = set(typing.get_args(getattr(ArrayLike, "__value__", ArrayLike)))  # from numpy 2.5 a `type` statement
 
@@ -72,7 +72,9 @@ class Stub:
         kind = signature.return_annotation
         returned = "" if kind is signature.empty else f" -> {self.type(kind)}"
         text = ", ".join(each.replace(" ", "\0") for each in given)  # lines break between parameters
-        text = textwrap.fill(text, WIDTH, initial_indent="    ", subsequent_indent="    ").replace("\0", " ")
+        text = textwrap.fill(text, COLUMNS, initial_indent="    ", subsequent_indent="    ").replace(
+            "\0", " "
+        )
         return f"def {name}(\n{text}\n){returned}: ...\n"
 
     def annotation(self, parameter):

@@ -8,7 +8,7 @@ from kvkit_cuda.device_runtime import compiled
 
 # Tokens of a prompt that is too long for the decode kernel, of a past with several splits, and of a page.
 PROMPT, PAST, PAGE = 40, 600, 128
-CODES = {fmt.name: bits for bits, fmt in QUANTIZED.items()}
+CODE_BITS = {fmt.name: bits for bits, fmt in QUANTIZED.items()}
 
 
 def compile_for(capability):
@@ -38,7 +38,7 @@ def warm(cache="float16", group=8, data="float16", dim=128, queries=4, scale=Non
     DeviceError
         If there is no device. Kernels are compiled for the current one.
     """
-    bits, dtype = CODES.get(cache, 0), BY_NAME[data].dtype
+    bits, dtype = CODE_BITS.get(cache, 0), BY_NAME[data].dtype
     columns, last = -(-(PAST + PROMPT) // PAGE), dim * bits // 8 if bits else dim
     shape = columns * PAGE, 1, 2, 1
     rows = np.zeros((*shape, last), BY_NAME[cache].dtype)

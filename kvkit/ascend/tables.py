@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvkit.checks.ascend.reshape import EMPTY_WINDOWS, compression
-from kvkit.checks.ascend.tensors import MOST
+from kvkit.checks.ascend.tensors import INT32_MAX
 from kvkit.checks.index_tensors import index
 from kvkit.checks.values import finite_number, integer, text
 from kvkit.errors import argument_error, describe, hints_keywords
@@ -60,7 +60,7 @@ class Slots:
         if scale == 0:
             raise argument_error("softmax_scale", "a number other than 0", scale)
         least = self.num_blocks
-        blocks = least if num_blocks is None else integer("num_blocks", num_blocks, least, MOST)
+        blocks = least if num_blocks is None else integer("num_blocks", num_blocks, least, INT32_MAX)
         offset = np.zeros(blocks * self.block_size, np.float32)
         has_mean = self.mean_slots >= 0
         offset[self.mean_slots[has_mean]] = np.log(self.mean_counts[has_mean]) / scale
@@ -68,7 +68,7 @@ class Slots:
 
     def next_slots(self, step: int = 0) -> Array:
         """Return the slot for each entry's next token, or for the token `step` tokens after it."""
-        positions = self.context_lens + np.int64(integer("step", step, 0, MOST))
+        positions = self.context_lens + np.int64(integer("step", step, 0, INT32_MAX))
         padded = np.pad(self.block_tables, ((0, 0), (0, 1)), constant_values=-1)
         column = np.minimum(positions // self.block_size, self.block_tables.shape[1])
         block = padded[np.arange(len(positions)), column].astype(np.int64)
@@ -113,7 +113,7 @@ def slots(seq_lens: ArrayLike, *, block_size: int = 128, headroom: int = 0, firs
            [ 2, -1]], dtype=int32))
     """
     lengths = checked_lengths(seq_lens)
-    size = integer("block_size", block_size, 1, MOST)
+    size = integer("block_size", block_size, 1, INT32_MAX)
     tables, num_blocks = assign_blocks(lengths, size, headroom, first_block)
     sequence = np.repeat(np.arange(len(lengths)), lengths)  # of each token
     position = np.arange(len(sequence)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -174,7 +174,7 @@ def compressed_slots(
     if mode is CompressType.UNDEFINED:
         raise argument_error("compress_type", "KVHEAD, KVHEAD_ROPE or OMNI (see `slots`)", mode.name)
     text("empty_window", empty_window, EMPTY_WINDOWS)
-    heads = integer("num_head", num_head, 1, MOST)
+    heads = integer("num_head", num_head, 1, INT32_MAX)
     lengths = np.repeat(checked_lengths(seq_lens), heads)
     windows = index("wins", wins, length=len(lengths))
     if (offset_index is None) != (mode is CompressType.KVHEAD):
@@ -190,7 +190,7 @@ def compressed_slots(
         rows = np.where(windows == 0, lengths if empty_window == "copy" else 0, windows)
     else:
         rows = lengths - np.where(loses_window, windows, 0) + has_mean
-    size = integer("block_size", block_size, 1, MOST)
+    size = integer("block_size", block_size, 1, INT32_MAX)
     tables, num_blocks = assign_blocks(rows, size, headroom, first_block)
     first_blocks = tables[:, 0].astype(np.int64) if tables.shape[1] else np.zeros(len(rows), np.int64)
     begins = np.where(first_blocks < 0, 0, first_blocks * size)  # slot 0 for entries that store nothing
@@ -244,10 +244,10 @@ def razor_windows(
     >>> kvkit.ascend.razor_windows([100], 3, [1], sinks=4, recent=16)
     (array([76,  0, 76], dtype=int32), array([ 4, -1,  4], dtype=int32))
     """
-    heads = integer("num_head", num_head, 1, MOST)
+    heads = integer("num_head", num_head, 1, INT32_MAX)
     lengths = np.repeat(checked_lengths(seq_lens), heads)
-    sinks, recent = integer("sinks", sinks, 0, MOST), integer("recent", recent, 0, MOST)
-    fraction = integer("fraction", fraction, 1, MOST)
+    sinks, recent = integer("sinks", sinks, 0, INT32_MAX), integer("recent", recent, 0, INT32_MAX)
+    fraction = integer("fraction", fraction, 1, INT32_MAX)
     is_retrieval = np.zeros(heads, bool)
     for head in retrieval_heads:
         is_retrieval[integer("retrieval_heads", head, 0, heads - 1)] = True
@@ -261,8 +261,8 @@ def checked_lengths(seq_lens: ArrayLike) -> Array:
     lengths = index("seq_lens", seq_lens)
     if len(lengths) and lengths.min() < 1:
         raise argument_error("seq_lens", "at least 1 token each", lengths.min())
-    if len(lengths) and lengths.max() > MOST:
-        raise argument_error("seq_lens", f"at most {MOST} tokens each", lengths.max())
+    if len(lengths) and lengths.max() > INT32_MAX:
+        raise argument_error("seq_lens", f"at most {INT32_MAX} tokens each", lengths.max())
     return lengths
 
 
@@ -284,8 +284,8 @@ def assign_blocks(
     rows: Array, block_size: int, headroom: SupportsIndex, first_block: SupportsIndex
 ) -> tuple[Array, int]:
     """Give each entry consecutive blocks; return (block tables, last block + 1)."""
-    need = -(-(rows + integer("headroom", headroom, 0, MOST)) // block_size)  # blocks of each entry
-    first = integer("first_block", first_block, 0, MOST)
+    need = -(-(rows + integer("headroom", headroom, 0, INT32_MAX)) // block_size)  # blocks of each entry
+    first = integer("first_block", first_block, 0, INT32_MAX)
     begins = first + np.cumsum(need) - need
     column = np.arange(need.max(initial=0))
     tables = np.where(column < need[:, None], begins[:, None] + column, -1)

@@ -36,7 +36,7 @@ MOST_STEPS, MOST_BYTES = 32, 2**20  # forms of calls that are remembered, and by
 FLOATS8 = frozenset(one.dtype for one in elements.FLOATS8)
 POOLS = "key_cache", "value_cache"
 SCALES = "key_scale", "value_scale"
-RESULTS = "out", "lse"
+OUTPUTS = "out", "lse"
 TOKEN_SCALE_AXES = len(("pages", "tokens", "heads"))
 ScalePair = Sequence[Any]
 NO_SCALES = None, None
@@ -178,7 +178,7 @@ def attend_prepared(
     if form and checked.query is call.query:
         step = PagesStep(tensors, checked) if tensors else None
         launches[0].owners = cpu.attention.params.POOL_OWNERS
-        named = dict(zip(("query", *POOLS, *SCALES, *RESULTS), (*arrays, *results), strict=False))
+        named = dict(zip(("query", *POOLS, *SCALES, *OUTPUTS), (*arrays, *results), strict=False))
         prepared = PreparedCall(
             launches, named, len(results),
             step=step.words if step else None, attention=launches[0] if step else None,

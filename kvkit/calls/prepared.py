@@ -25,7 +25,7 @@ from kvkit.runtime.locks import BUSY
 from kvkit.runtime.repeats import Program
 from kvkit.typed import Array, Arrays, Attended
 
-MOST = 4096  # prepared calls of a `PreparedCalls`
+MOST_CALLS = 4096  # prepared calls of a `PreparedCalls`
 MOST_ATTENTIONS = 64  # forms of attention to keys that are remembered
 KEYS = "query", "key", "value", "out"  # the arrays of attention to keys
 MOST_NOTES = 4  # times that a call says what runs it again
@@ -104,7 +104,7 @@ def is_unaligned(out: Iterable[Array] | None) -> bool | None:
 class PreparedCalls(dict[Any, Prepared], Generic[Prepared]):
     """Prepared calls by form. When there are `most` of them, all are dropped."""
 
-    def __init__(self, most: int = MOST) -> None:
+    def __init__(self, most: int = MOST_CALLS) -> None:
         super().__init__()
         self.most = most
 

@@ -35,9 +35,9 @@ from kvkit.formats import FLOATS, Element
 from kvkit.formats.elements import BFLOAT16, FLOAT32
 from kvkit.typed import Array
 
-STATES = FLOAT32, BFLOAT16  # the formats of states
+STATE_FORMATS = FLOAT32, BFLOAT16  # the formats of states
 LAYOUTS = "KV", "VK"
-RULES = {  # {rule: (whether it has g, whether it has beta)}
+DELTA_RULES = {  # {rule: (whether it has g, whether it has beta)}
     "linear": (False, False), "gated": (True, False), "delta": (False, True), "gated_delta": (True, True),
 }  # fmt: skip
 KINDS, ACTIVATIONS = ("gdn", "kda"), ("silu", "swish")
@@ -156,7 +156,7 @@ def checked_gates(call: DeltaArguments, fmt: Element) -> tuple[Array | None, Arr
     tokens, heads, dk = call.v.shape[:-2], call.v.shape[-2], call.k.shape[-1]
     g, beta = call.g, call.beta
     if call.rule is not None:
-        has_g, has_beta = RULES[text("rule", call.rule, tuple(RULES))]
+        has_g, has_beta = DELTA_RULES[text("rule", call.rule, tuple(DELTA_RULES))]
         for array_name, array, needed in (("g", g, has_g), ("beta", beta, has_beta)):
             if (array is not None) != needed:
                 what = "an array" if needed else "None"
@@ -286,7 +286,7 @@ def checked_delta(call: DeltaArguments) -> DeltaCall:
             raise argument_error("state", "a pool of states beside state_indices", "None")
         state = np.zeros((len(begins), *inner), np.float32)
     inputs = named_arrays(q=call.q, k=call.k, v=call.v, g=call.g, beta=call.beta)
-    state_format = checked_state(state, inner, STATES)
+    state_format = checked_state(state, inner, STATE_FORMATS)
     reads, writes = checked_places(call, len(begins), len(state))
     check_apart("state", state, inputs)
     flag("norm", call.norm)
@@ -369,8 +369,8 @@ def capsule_parts(size: int, heads: int, dk: int, dv: int) -> tuple[int, int]:
 def checked_replay(call: ReplayArguments) -> ReplayCall:
     """Check a call of `gated_delta_replay`."""
     layout = text("state_layout", call.state_layout, LAYOUTS)
-    fmt = checked_format("state", call.state, STATES, 4)
-    checked_state(call.state, call.state.shape[1:], STATES)
+    fmt = checked_format("state", call.state, STATE_FORMATS, 4)
+    checked_state(call.state, call.state.shape[1:], STATE_FORMATS)
     _, heads, dk, dv = call.state.shape
     dk, dv = (dk, dv) if layout == "KV" else (dv, dk)
     if not min(heads, dk, dv):

@@ -20,7 +20,7 @@ from kvkit.typed import Array, FilePath
 COMPRESSIONS = ("zstd",)
 CHUNK_BYTES = 2**18  # of elements whose bytes are regrouped at once, in files too
 LEVEL = 1  # level 3 saves no byte in a hundred more, in half the speed
-MOST = 2**16  # a byte of zstd unpacks to fewer
+MOST_UNPACKED = 2**16  # a byte of zstd unpacks to fewer
 
 
 def frame_of(path: FilePath, array: Array) -> Array | None:
@@ -41,7 +41,7 @@ def unpacked(path: FilePath, frame: Array, header: ArrayHeader) -> Array:
     zstd = import_package(path, "zstandard", "zstd")
     wanted = math.prod(header.shape) * header.dtype.itemsize
     size = zstd.get_frame_parameters(frame[:18]).content_size
-    if size != wanted or size > MOST * frame.nbytes:
+    if size != wanted or size > MOST_UNPACKED * frame.nbytes:
         raise ValueError(f"{frame.nbytes} bytes of zstd hold {size} bytes, its form asks for {wanted}")
     array = np.empty(header.shape, header.dtype, header.order)
     with zstd.ZstdDecompressor().stream_reader(frame) as data:

@@ -21,7 +21,7 @@ KIND_OF_TYPE = {
 TYPE_OF_KIND = {kind: name for name, kind in reversed(KIND_OF_TYPE.items())} | {
     "v4_window": "sliding_attention"
 }
-LETTERS = {"M": "state", "*": "full", "-": "none", "E": "none"}
+KIND_OF_LETTER = {"M": "state", "*": "full", "-": "none", "E": "none"}
 RATIOS = {0: "window", 4: "csa", 128: "hca"}
 LISTED = "layer_types", "layers_block_type"
 
@@ -169,11 +169,11 @@ def listed_kinds(words: Words, name: str, count: int) -> list[str]:
 def letters(words: Words, name: str, count: int) -> list[str]:
     """Read a text with a letter for each layer."""
     text = words.value(name)
-    if not isinstance(text, str) or set(text) - set(LETTERS):
-        raise words.error(name, f"a text of {' '.join(LETTERS)}", shown(text))
+    if not isinstance(text, str) or set(text) - set(KIND_OF_LETTER):
+        raise words.error(name, f"a text of {' '.join(KIND_OF_LETTER)}", shown(text))
     if len(text) != count:
         raise words.error(name, f"{count} letters, one for each layer", len(text))
-    return [LETTERS[letter] for letter in text]
+    return [KIND_OF_LETTER[letter] for letter in text]
 
 
 @entry("hybrid_layer_pattern")

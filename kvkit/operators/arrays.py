@@ -223,14 +223,14 @@ TO_BLOCKS: Own = {
     "context_lens": ArgumentEntry(INDEX, "rows of each context", ("(B)", "compressed: (B*num_head)")),
 }
 ABSORBED: Own = {"query": ArgumentEntry(FLOATS, "unrotated parts of queries")}
-STATES = "float32", "bfloat16"
+STATE_DTYPES = "float32", "bfloat16"
 STATE_SHAPES = ("(N or slots, Hv, dk, dv)", "VK: (N or slots, Hv, dv, dk)")
 SLOTS = ArgumentEntry(INDEX, "the slot of each sequence; -1: none", ("(N)",))
 OF_DELTA_RULE: Own = {
     "q": ArgumentEntry(FLOATS, "queries"),
     "k": ArgumentEntry(FLOATS, "keys"),
     "v": ArgumentEntry(FLOATS, "values"),
-    "state": ArgumentEntry(STATES, "states, which change in place", STATE_SHAPES),
+    "state": ArgumentEntry(STATE_DTYPES, "states, which change in place", STATE_SHAPES),
     "g": ArgumentEntry(FLOATS, "logarithms of decays; raw with gates, which only Python takes"),
     "beta": ArgumentEntry(FLOATS, "the gate of writing; raw with gates"),
     "state_indices": SLOTS,

@@ -14,7 +14,7 @@ from kvkit.reference.compressed import compressed_attention as compressed_attent
 MODULES = alibi, ascend, attention, cache, compressed, latent, paged, positions, recurrent
 
 
-OPERATORS: dict[str, Callable[..., Any]] = {
+REFERENCE: dict[str, Callable[..., Any]] = {
     ("ascend." if module is ascend else "") + name.replace("dynamic_", "dynamic_batching."): getattr(
         module, name
     )
@@ -25,6 +25,6 @@ OPERATORS: dict[str, Callable[..., Any]] = {
 
 def __getattr__(name: str) -> Callable[..., Any]:
     """Return an operator by its name in `kvkit`."""
-    if name in OPERATORS:
-        return OPERATORS[name]
+    if name in REFERENCE:
+        return REFERENCE[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -27,7 +27,7 @@ from kvkit.typed import FilePath
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
-BITS = {2: np.uint16, 1: np.uint8}  # integers that hold the bits of dtypes unknown to .npy
+AS_BITS = {2: np.uint16, 1: np.uint8}  # integers that hold the bits of dtypes unknown to .npy
 PRIVATE = 0o700  # the mode of folders of dumps: only their owner may enter
 UNLOGGED = "self", "out", "stream"
 # Modules whose operators are names of `kvkit` itself.
@@ -40,7 +40,9 @@ def write_array(folder: FilePath, name: str, array: ArrayLike, raw: bool = False
     """Write an array below a folder; return its entry in a manifest."""
     whole = np.asarray(array)
     dtype = whole.dtype
-    bits = whole.view(BITS[dtype.itemsize]) if dtype.kind == "V" or dtype.name not in np.sctypeDict else whole
+    bits = (
+        whole.view(AS_BITS[dtype.itemsize]) if dtype.kind == "V" or dtype.name not in np.sctypeDict else whole
+    )
     path = Path(folder, f"{name}.{'bin' if raw else 'npy'}")
     path.parent.mkdir(parents=True, exist_ok=True)
     data = io.BytesIO()

@@ -29,8 +29,12 @@ UNUSED_PASSES = {  # they handle closures, arrays, `with` and loops over literal
     untyped_passes.WithLifting,
 }
 # Operators on plain numbers, without powers, whose literal exponents have rules of their own.
-OPERATORS = {getattr(operator, name) for name in operator.__all__} - {pow, operator.pow, operator.ipow}
-OPERATORS |= {bool, min, max}
+OF_PLAIN = {getattr(operator, name) for name in operator.__all__} - {
+    pow,
+    operator.pow,
+    operator.ipow,
+}
+OF_PLAIN |= {bool, min, max}
 
 
 def is_known() -> bool:
@@ -129,7 +133,7 @@ class CachingContext(Context):
     def resolve_function_type(self, func: Any, args: Any, kws: Any) -> Any:
         """Return the signature of a call with these types."""
         plain = tuple(map(numba.types.unliteral, args))
-        if kws or getattr(func, "typing_key", None) not in OPERATORS or not all(map(is_number, plain)):
+        if kws or getattr(func, "typing_key", None) not in OF_PLAIN or not all(map(is_number, plain)):
             return super().resolve_function_type(func, args, kws)
         if (func, plain) not in self.resolved:
             self.resolved[func, plain] = super().resolve_function_type(func, plain, kws)
@@ -149,7 +153,7 @@ class NumberLower(Lower):
     def lower_binop(self, resty: Any, expr: Any, op: Any) -> Any:
         """Emit a binary operator, without Numba's search for three special forms that numbers do not have."""
         signature = self.fndesc.calltypes[expr]
-        if op not in OPERATORS or not all(map(is_number, signature.args)):
+        if op not in OF_PLAIN or not all(map(is_number, signature.args)):
             return super().lower_binop(resty, expr, op)
         context, builder, key = self.context, self.builder, (op, signature.args)
         if key not in self.implementations:

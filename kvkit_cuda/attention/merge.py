@@ -165,7 +165,7 @@ def prepare(kernel, record, packed, tables, rows, block, stream, most=0, shared=
     return launches
 
 
-STATES = types.void(INDEX1, INDEX2)  # the signature of `merge_states`
+OF_STATES = types.void(INDEX1, INDEX2)  # the signature of `merge_states`
 
 
 @device.inlined
@@ -218,7 +218,7 @@ def merge_states(packed):
     return merge_states
 
 
-compiled_states = device.variants(merge_states, STATES)
+compiled_states = device.variants(merge_states, OF_STATES)
 
 
 def prepare_states(packed, arrays, stream):

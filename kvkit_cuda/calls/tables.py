@@ -12,7 +12,7 @@ from kvkit.runtime import locks
 from kvkit_cuda.device_runtime import host
 from kvkit_cuda.positions.alibi import slope_bits
 
-STEP = ("seqstarts", "kvstarts", "start_pos", "load_starts", "table")
+STEP_TENSORS = ("seqstarts", "kvstarts", "start_pos", "load_starts", "table")
 ITEM = 4  # words of a work item in `Work.placed`
 SEQUENCE_BITS = 27  # bits of half a word that hold a sequence; the bits above hold its last row
 MOST_SPLITS = 1024  # of a call, if its kernel takes as many
@@ -29,7 +29,7 @@ class DeviceTables:
     def __init__(self, steps, lasting, **given: object):
         self.steps, self.lasting = steps, lasting
         self.given = frozenset(given)  # names of tables that the caller has on the device
-        names = STEP if steps.value_table is None else (*STEP, "value_table")
+        names = STEP_TENSORS if steps.value_table is None else (*STEP_TENSORS, "value_table")
         self.waiting: list = [name for name in names if name not in given]  # for the next copy
         self.on_device: dict[Any, object] = dict(given)
         self.copies: list[tuple[object, list]] = []  # (memory, names of the tables in it)

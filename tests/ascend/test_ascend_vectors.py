@@ -16,7 +16,7 @@ from kvkit import KvkitError, reference
 from kvkit.ascend import CompressType
 
 ops = SimpleNamespace(
-    **{name.removeprefix("ascend."): each for name, each in reference.OPERATORS.items() if "ascend" in name}
+    **{name.removeprefix("ascend."): each for name, each in reference.REFERENCE.items() if "ascend" in name}
 )
 ops.paged_attention = lambda *inputs, **more: reference.ascend.attend_blocks(*inputs, **more)[0]
 reshape_and_cache = backends.operators.ascend.reshape_and_cache  # of what is refused

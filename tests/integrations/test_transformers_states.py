@@ -76,7 +76,7 @@ def test_numbers_are_those_of_transformers_functions(name, tokens, dtype):
     beta, state = torch.rand(2, tokens, 4, generator=rng), torch.randn(2, 4, 8, 6, generator=rng)
     options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
     module, before = sys.modules[type(model(name)).__module__], state.clone()
-    for function in (getattr(module, rule) for rule in recurrent.RULES if hasattr(module, rule)):
+    for function in (getattr(module, rule) for rule in recurrent.RULE_FUNCTIONS if hasattr(module, rule)):
         for start in (None, state):
             call = {"query": q, "key": k, "value": v, "g": g, "beta": beta, "initial_state": start, **options}
             wanted, found = function(**call), recurrent.rule_of(function)(**call)

@@ -84,7 +84,7 @@ def test_layers_of_the_reference(kind):
         more |= {"index": inputs.index, "index_keys": keys, "index_topk": v4_scenes.TOP}
     p = np.arange(v4_scenes.TOKENS)
     out, lse = reference.compressed_attention(inputs.q, inputs.row, rows, p, **more)
-    back = reference.OPERATORS["rope_back"](out, p, layer.rope)
+    back = reference.REFERENCE["rope_back"](out, p, layer.rope)
     v4_scenes.check_sums(kind, back, lse, rows if kind != "window" else None, keys, 1e-5)
     if kind == "csa":
         np.testing.assert_allclose(back[20], v4_scenes.CSA_20, atol=1e-5)
@@ -240,5 +240,5 @@ def test_rotation_back(interleaved):
     placed = Rope(64, 16e4, interleaved, v4_scenes.YARN, begin=448)
     back = kvkit.rope_back(placed.rotate(x, positions[:, None]), positions, rope)
     np.testing.assert_allclose(back, x, atol=2e-6)
-    wanted = reference.OPERATORS["rope_back"](x, positions, rope)
+    wanted = reference.REFERENCE["rope_back"](x, positions, rope)
     np.testing.assert_allclose(kvkit.rope_back(x, positions, placed), wanted, atol=2e-6)

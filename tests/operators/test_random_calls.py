@@ -18,7 +18,7 @@ from surroundings import carve
 
 from kvkit import cpu
 from kvkit.calls import positions
-from kvkit.reference import OPERATORS as REFERENCE
+from kvkit.reference import REFERENCE
 
 PRODUCTS = "mla_absorb", "mla_expand", "indexer_scores"  # sums in float32
 EPS = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}

@@ -259,7 +259,8 @@ MERGES = {
                                quick=packed == "float16")
     for packed in FLOATS
     for what, make, signature, most in (
-        ("splits", merge.merge_splits, merge.SIGNATURE, 64), ("states", merge.merge_states, merge.STATES, 128)
+        ("splits", merge.merge_splits, merge.SIGNATURE, 64),
+        ("states", merge.merge_states, merge.OF_STATES, 128),
     )
 }  # fmt: skip
 

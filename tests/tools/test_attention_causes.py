@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kvkit.reference import OPERATORS as REFERENCE
+from kvkit.reference import REFERENCE
 from kvkit.tools import diff, vectors
 from kvkit.tools.vectors import packs
 

@@ -10,7 +10,7 @@ from kvkit.formats import BFLOAT16, FLOAT16, INT8, Element
 from kvkit.typed import Array
 
 FORMATS = ("ND", "NZ")
-MOST = 2**31 - 1  # the largest count or size, so that sums and products of two fit int64
+INT32_MAX = 2**31 - 1  # the largest count or size, so that sums and products of two fit int64
 
 
 class TokensAndCache(NamedTuple):

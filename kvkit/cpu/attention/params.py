@@ -61,9 +61,9 @@ LATE_FIELDS = (
     "counters", "partials", "merge_splits", "workspace_at", "weights_at",
 )  # fmt: skip
 # The array that an address points into, by its index: of attention to a cache, to keys, and to pools.
-RESULTS = {"query": "query", "out": "out", "lse": "lse"}
+RESULT_OWNERS = {"query": "query", "out": "out", "lse": "lse"}
 CACHE_OWNERS, KEY_OWNERS, POOL_OWNERS = (
-    {FIELD[field]: owner for field, owner in (RESULTS | owners).items()}
+    {FIELD[field]: owner for field, owner in (RESULT_OWNERS | owners).items()}
     for owners in (
         dict.fromkeys(("keys.address", "values.address"), "cache")
         | dict.fromkeys(("keys.scales", "values.scales"), "scale"),

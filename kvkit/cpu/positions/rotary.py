@@ -37,7 +37,7 @@ SIDE = Record(
     "heads rotary_dim",
 )
 SIDE_BYTES = SIDE.dtype.itemsize
-OWNERS = {
+SIDE_OWNERS = {
     i * len(SIDE.names) + SIDE.at[field]: prefix + name
     for i, name in enumerate(("query", "key"))
     for field, prefix in (("source", ""), ("target", "rotated "))
@@ -270,7 +270,7 @@ def prepare_rotary(element, moves, starts, first, rotary_dim, bypass_key, halves
     })  # fmt: skip
     place = PARAMS.at["scratch"], scratch, scratch_bytes
     run = functools.partial(run_in_scratch, rotate_tokens.code, workers, params, *place)
-    return Launch(places.reshape(-1), OWNERS, run, alive=(params, moves, starts, first, scales, tables))
+    return Launch(places.reshape(-1), SIDE_OWNERS, run, alive=(params, moves, starts, first, scales, tables))
 
 
 scratch = Workspace()  # cosines, sines and frequencies of each worker

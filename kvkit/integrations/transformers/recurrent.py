@@ -23,7 +23,7 @@ from kvkit.models.words import Words
 from kvkit.recurrent import causal_conv, causal_conv_update, gated_delta_rule
 
 # transformers' functions of the rule, in the modules of its models.
-RULES = (
+RULE_FUNCTIONS = (
     "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "chunk_kimi_delta_attention",
     "recurrent_kimi_delta_attention",
 )  # fmt: skip
@@ -53,7 +53,7 @@ def wrap_functions(config: Any) -> None:
     With other caches they are transformers' own.
     """
     module = importlib.import_module(module_of(config))
-    for each, wrap in (*((rule, cached_rule) for rule in RULES), *CONVOLUTIONS.items()):
+    for each, wrap in (*((rule, cached_rule) for rule in RULE_FUNCTIONS), *CONVOLUTIONS.items()):
         function = getattr(module, each, None)
         if function is not None and not hasattr(function, "of_transformers"):
             setattr(module, each, wrap(function))
@@ -169,7 +169,7 @@ def compute_states(model: torch.nn.Module) -> Iterator[None]:
             model.generate(**inputs, past_key_values=KvkitCache(model.config))
     """
     modules = {sys.modules[type(each).__module__] for each in model.modules()}
-    found = [(module, name) for module in modules for name in RULES if hasattr(module, name)]
+    found = [(module, name) for module in modules for name in RULE_FUNCTIONS if hasattr(module, name)]
     if not found:
         wanted = "a model with layers of the gated delta rule, as Qwen3-Next and Kimi Linear have"
         raise argument_error("model", wanted, type(model).__name__)

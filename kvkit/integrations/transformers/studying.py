@@ -26,7 +26,7 @@ from kvkit.tools.studies.schemes import list_schemes, of_layer
 from kvkit.tools.studies.study import Study, study_layers
 from kvkit.tools.tasks import Lazy
 
-NAME = "kvkit-study"
+STUDY_NAME = "kvkit-study"
 
 
 def study(
@@ -223,9 +223,9 @@ def attending(model: Any, forward: Callable[..., Any]) -> Iterator[None]:
         called.append(module)
         return forward(module, *args, **kwargs)
 
-    AttentionInterface.register(NAME, record_call)
-    AttentionMaskInterface.register(NAME, attention_mask)
-    model.set_attn_implementation(NAME)
+    AttentionInterface.register(STUDY_NAME, record_call)
+    AttentionMaskInterface.register(STUDY_NAME, attention_mask)
+    model.set_attn_implementation(STUDY_NAME)
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ from numpy.random import Generator
 from kvkit.checks.values import text
 from kvkit.errors import KvkitError, argument_error, near_names
 from kvkit.operators import OPERATORS
-from kvkit.reference import OPERATORS as REFERENCE
+from kvkit.reference import REFERENCE
 from kvkit.runtime import call_log
 from kvkit.tools.vectors import compressed, latent, pools, recurrent, scenes
 from kvkit.tools.vectors.draws import Call, Sizes
