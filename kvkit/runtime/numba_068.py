@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import llvmlite.binding as llvm
 import numba
-from numba.core import compiler, ir_utils, typed_passes, untyped_passes
+from numba.core import cgutils, compiler, ir_utils, ssa, typed_passes, untyped_passes
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler_machinery import PassManager, register_pass
 from numba.core.lowering import Lower
@@ -22,8 +22,10 @@ from numba.core.typing.context import Context
 KNOWN = "0.68."  # the beginning of the versions of Numba that these classes fit
 UNUSED_PASSES = {  # they handle closures, arrays, `with` and loops over literals, which kernels do not have
     typed_passes.InlineOverloads,
+    typed_passes.IRLegalization,  # says where variables end, whose references would be counted
     typed_passes.NopythonRewrites,
     untyped_passes.FindLiterallyCalls,
+    untyped_passes.IRProcessing,
     untyped_passes.InlineClosureLikes,
     untyped_passes.LiteralUnroll,
     untyped_passes.WithLifting,
@@ -169,6 +171,18 @@ class NumberLower(Lower):
         result = implementation(builder, operands)
         return context.cast(builder, result, signature.return_type, resty)
 
+    def storevar(self, value: Any, name: str, argidx: int | None = None) -> None:
+        """Emit an assignment. What the variable had before is not counted as a reference that ends."""
+        self._alloca_var(name, self.typeof(name))
+        if name in self._singly_assigned_vars and not self._disable_sroa_like_opt:
+            self._blk_local_varmap[name] = value
+        else:
+            self.builder.store(value, self.getvar(name))
+
+    def alloca_lltype(self, name: str, lltype: Any, datamodel: Any = None) -> Any:
+        """Emit the place of a variable, without a note for debuggers."""
+        return cgutils.alloca_once(self.builder, lltype, name=name, zfill=False)
+
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class NumberLowering(typed_passes.NativeLowering):
@@ -199,6 +213,33 @@ class Inlining(untyped_passes.InlineInlinables):
         return super()._do_work(state, work_list, block, i, expr, worker)
 
 
+@register_pass(mutates_CFG=True, analysis_only=False)
+class SingleAssignment(untyped_passes.ReconstructSSA):
+    """Numba's pass that gives each assignment a variable, without a look at where variables end."""
+
+    _name = "single_assignment"
+
+    def run_pass(self, state: Any) -> bool:
+        """Change the function's variables."""
+        state.func_ir = ssa.reconstruct_ssa(state.func_ir)
+        self._patch_locals(state)
+        state.func_ir._definitions = ir_utils.build_definitions(state.func_ir.blocks)
+        return True
+
+
+@register_pass(mutates_CFG=True, analysis_only=False)
+class PhiStripping(typed_passes.PreLowerStripPhis):
+    """Numba's pass that removes phi nodes, without a look at where variables end."""
+
+    _name = "phi_stripping"
+
+    def run_pass(self, state: Any) -> bool:
+        """Replace the function's phi nodes."""
+        state.func_ir = self._strip_phi_nodes(state.func_ir)
+        state.func_ir._definitions = ir_utils.build_definitions(state.func_ir.blocks)
+        return True
+
+
 class QuietPasses(PassManager):
     """Runs passes without Numba's events before and after each, for which it prints all types."""
 
@@ -209,7 +250,12 @@ class QuietPasses(PassManager):
         each.run_finalizer(state)
 
 
-OWN_PASSES = {typed_passes.NativeLowering: NumberLowering, untyped_passes.InlineInlinables: Inlining}
+OWN_PASSES = {
+    typed_passes.NativeLowering: NumberLowering,
+    typed_passes.PreLowerStripPhis: PhiStripping,
+    untyped_passes.InlineInlinables: Inlining,
+    untyped_passes.ReconstructSSA: SingleAssignment,
+}
 
 
 class HelperCompiler(compiler.Compiler):
@@ -228,6 +274,7 @@ class HelperCompiler(compiler.Compiler):
         locals: Any,
     ) -> None:
         flags.no_compile = flags.no_cpython_wrapper = True
+        flags.nrt = flags.auto_parallel.enabled  # kernels count no references
         flags.no_cfunc_wrapper = self.library_class is HelperLibrary  # kernels are called by its address
         library = self.library_class(targetctx.codegen(), "kvkit")
         library.enable_object_caching()
