@@ -16,6 +16,7 @@ from hypothesis.stateful import (
 )
 from paged_model import Model, numbers
 from scenes import first_quick
+from surroundings import budget
 
 from kvkit import KvkitError, Rope
 from kvkit.cache import OutOfBlocksError, PagedCache, load
@@ -245,4 +246,4 @@ def test_every_sequence_keeps_its_tokens(kind):
     class Machine(Paged):
         options = KINDS[kind]
 
-    run_state_machine_as_test(Machine, settings=settings(stateful_step_count=50))
+    run_state_machine_as_test(Machine, settings=settings(max_examples=budget(60), stateful_step_count=50))

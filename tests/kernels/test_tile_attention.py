@@ -377,11 +377,11 @@ def test_an_infinite_key_hides_itself_or_its_query(form, rng, monkeypatch):
         assert rows == new * heads
 
 
-@pytest.mark.parametrize("data", [ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize(("data", "rows"), [(ml_dtypes.bfloat16, 16), (np.float16, 8)])
 @forms
-def test_an_infinite_key_of_8_bits_hides_itself_or_its_query(form, data, rng, monkeypatch):
+def test_an_infinite_key_of_8_bits_hides_itself_or_its_query(form, data, rows, rng, monkeypatch):
     """Few query rows beside the same call without tiles."""
-    query = rng.standard_normal((1, 16, 64)).astype(data)
+    query = rng.standard_normal((1, rows, 64)).astype(data)
     keys, values = (rng.standard_normal((1, 40, 1, 64)).astype(ml_dtypes.float8_e5m2) for _ in range(2))
     keys[0, 20, 0, 3] = np.inf
     found = []
@@ -497,8 +497,19 @@ def test_plans_run_tiles(form, rng, monkeypatch):
         assert_same(attend(planned(call), call.copy()), call.copy().run())
 
 
+# Each number of query rows with each kind and with each type of data, which makes half of all variants.
+KINDS_OF_8_BITS, DATA = (
+    (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8),
+    (ml_dtypes.bfloat16, np.float16),
+)
 each_kind_of_8_bits = pytest.mark.parametrize(
-    "kind", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8]
+    ("kind", "data", "wide"),
+    [
+        pytest.param(kind, data, wide, marks=[] if (i + j + wide) % 2 == 0 else [pytest.mark.slow])
+        for (i, kind), (j, data), wide in itertools.product(
+            enumerate(KINDS_OF_8_BITS), enumerate(DATA), (False, True)
+        )
+    ],
 )
 
 
@@ -509,13 +520,13 @@ def numbers_of(kind):
 
 
 @each_kind_of_8_bits
-@pytest.mark.parametrize("data", [ml_dtypes.bfloat16, np.float16])
 @forms
-def test_few_rows_of_8_bits_are_read_exactly(form, data, kind, monkeypatch):
+def test_few_rows_of_8_bits_are_read_exactly(form, data, kind, wide, monkeypatch):
     """The lse of one key is an element of that key, the output is its value."""
     use_tiles(monkeypatch, form)
     numbers = np.resize(numbers_of(kind), (4, 1, 1, 64))
-    query = 2 * np.eye(64).reshape(4, 1, 16, 64).astype(data)
+    count = 16 if wide else 8
+    query = 2 * np.eye(64).reshape(-1, 1, count, 64).astype(data)
     scales = {"key_scale": 0.5, "value_scale": 0.25}
     for pool, rows in itertools.product(numbers, query):
         out, lse = kvkit.paged_attention(
@@ -523,7 +534,7 @@ def test_few_rows_of_8_bits_are_read_exactly(form, data, kind, monkeypatch):
         )
         expected = pool[0].astype(np.float32)
         np.testing.assert_allclose(lse[0], expected[0, rows[0].argmax(1)], rtol=1e-6, atol=1e-7)
-        assert_array_equal(out[0], np.broadcast_to(expected / 4, (16, 64)).astype(data))
+        assert_array_equal(out[0], np.broadcast_to(expected / 4, (count, 64)).astype(data))
 
 
 def in_pages(rows, table, page, behind):
@@ -535,13 +546,13 @@ def in_pages(rows, table, page, behind):
 
 @pytest.mark.parametrize("kind_of_scale", [None, np.float32, np.float16, ml_dtypes.bfloat16])
 @each_kind_of_8_bits
-@pytest.mark.parametrize("data", [ml_dtypes.bfloat16, np.float16])
 @forms
-def test_few_rows_of_8_bits(form, data, kind, kind_of_scale, rng, monkeypatch):
+def test_few_rows_of_8_bits(form, data, kind, wide, kind_of_scale, rng, monkeypatch):
     """In pages of any size, beside float64, scales of calls or tokens; nothing behind a context counts."""
     numbers = numbers_of(kind)
     numbers = numbers[abs(numbers.astype(np.float32)) <= 127].astype(np.float32)
-    for page, rows, dims in ((1, 16, (64, 128)), (3, 9, (128, 64)), (16, 7, (64, 64)), (80, 16, (192, 256))):
+    for page, few, dims in ((1, 8, (64, 128)), (3, 5, (128, 64)), (16, 7, (64, 64)), (80, 8, (192, 256))):
+        rows = 2 * few - (few < 8) if wide else few
         keys, values = (rng.choice(numbers, (75, dim)) for dim in dims)
         pools, table = [], rng.permutation(-(-75 // page))
 

@@ -122,12 +122,14 @@ def test_a_strangers_dump(tmp_path, sides, mix_of_plain, ending, kind):
         for option in options[:4] if len(options) > 2 else options:
             assert option in refused.stderr
         command += options
-    shown = CliRunner().invoke(main, [*command, *(("-o", str(report)) if kind == "plain" else ())])
+    shown = CliRunner().invoke(
+        main, [*command, *(("-o", str(report)) if (ending, kind) == ("npz", "plain") else ())]
+    )
     assert shown.exit_code == 0, shown.output
     found = json.loads(shown.stdout)["mix"]
     assert found["text"] == mix_of_plain["text"]
     assert found["error_measured"] == pytest.approx(mix_of_plain["error_measured"], rel=5e-3)
-    assert (report / "mix.json").exists() == (kind == "plain")
+    assert (report / "mix.json").exists() == ((ending, kind) == ("npz", "plain"))
 
 
 def test_the_next_error_names_what_is_still_missing(tmp_path, sides):
