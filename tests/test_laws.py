@@ -22,6 +22,7 @@ FOREIGN = {  # what has no public name where it comes from
     "runtime/numba_068.py": {
         "_codegen._data_layout",
         "_codegen._module_pass_manager",
+        "func_ir._definitions",
         "implementation._context",
     },
 }
