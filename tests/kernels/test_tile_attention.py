@@ -502,7 +502,8 @@ KINDS_OF_8_BITS, DATA = (
     (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8),
     (ml_dtypes.bfloat16, np.float16),
 )
-each_kind_of_8_bits = pytest.mark.parametrize(
+each_kind_of_8_bits = pytest.mark.parametrize("kind", KINDS_OF_8_BITS)
+few_rows_of_8_bits = pytest.mark.parametrize(
     ("kind", "data", "wide"),
     [
         pytest.param(kind, data, wide, marks=[] if (i + j + wide) % 2 == 0 else [pytest.mark.slow])
@@ -519,7 +520,7 @@ def numbers_of(kind):
     return numbers[np.isfinite(numbers.astype(np.float32))]
 
 
-@each_kind_of_8_bits
+@few_rows_of_8_bits
 @forms
 def test_few_rows_of_8_bits_are_read_exactly(form, data, kind, wide, monkeypatch):
     """The lse of one key is an element of that key, the output is its value."""
@@ -545,7 +546,7 @@ def in_pages(rows, table, page, behind):
 
 
 @pytest.mark.parametrize("kind_of_scale", [None, np.float32, np.float16, ml_dtypes.bfloat16])
-@each_kind_of_8_bits
+@few_rows_of_8_bits
 @forms
 def test_few_rows_of_8_bits(form, data, kind, wide, kind_of_scale, rng, monkeypatch):
     """In pages of any size, beside float64, scales of calls or tokens; nothing behind a context counts."""
