@@ -42,8 +42,11 @@ PURE = re.compile(
 
 
 # Kinds that have lost two tokens, so that their rows have positions of their own.
-HOLES = "by channel", "shared", "latent", "paged int8"
-ALONE = {kind for kind in list(KINDS)[::2] if not kind.startswith(("shared", "paged"))}
+HOLES = "dynamic", "by channel", "shared", "latent", "paged int8"
+# Kinds with one layer that is called without its cache, whose calls leave all layers whole or none.
+THROUGH_CACHES = "sliding", "static chunked", "shared", "compressed codes", "delta"
+ALONE = {kind for kind in KINDS if kind not in THROUGH_CACHES and not kind.startswith("paged")}
+MIXED = 6  # lines of a call that are tried with five layers, where each line runs several times
 
 
 def mixed():
@@ -57,7 +60,7 @@ def rows_of(cache):
 
 
 def alone(cache):
-    """Return the layer of every second kind of caches with one, which is called without its cache."""
+    """Return the layer of a cache that is called without it, or else the cache."""
     return cache.layers[0] if getattr(cache, "kind", "") in ALONE else cache
 
 
@@ -93,6 +96,11 @@ READS = {
     "sizes": lambda cache: [(layer.get_seq_length(), layer.get_mask_sizes(1)) for layer in cache.layers],
     "copy": copy.deepcopy,
 }
+
+
+# Of lines of calls that only read, or that another call runs too, one of so many is tried.
+STRIDES = dict.fromkeys(READS, 6) | dict.fromkeys(("remove, close", "shift", "retain"), 4)
+STRIDES |= dict.fromkeys(("compress", "append before", "reorder to more"), 3)
 
 
 def unscored(layer, keys, values, queries):
@@ -205,11 +213,18 @@ def interrupted(call, cache, line=0, error=None):
     return lines
 
 
+@functools.cache
+def cost(kind):
+    """Return how many lines it takes to look at a cache of a kind."""
+    return len(interrupted(outcome, filled(kind, False)))
+
+
 def lines_of(call):
     """Return {kind: numbers of lines in the call}, so that each source line of kvkit/cache is tried once.
 
-    Lines that few kinds run are given first, each to the kind that has run the fewest lines for it. They are
-    tried when they run for the last time: then loops are done in part. Of reads, a third is tried.
+    Lines that few kinds run are given first, each to the kind that has run the fewest lines for it, to layers
+    that are called alone if they run it. They are tried when they run for the last time: then loops are done
+    in part.
     """
     last, kinds, tried, work = {}, collections.defaultdict(list), {}, {}
     for kind in EVERY:
@@ -218,11 +233,14 @@ def lines_of(call):
             last[kind] = {place: i for i, place in enumerate(lines, 1) if changes(place[0].co_filename)}
             for place in last[kind]:
                 kinds[place].append(kind)
-            tried[kind], work[kind] = [], len(lines)
-    for place in sorted(kinds, key=lambda place: len(kinds[place]))[:: 3 if call in READS else 1]:
-        kind = min(kinds[place], key=lambda kind: work[kind])
+            tried[kind], work[kind] = [], 0
+    for place in sorted(kinds, key=lambda place: len(kinds[place]))[:: STRIDES.get(call, 1)]:
+        kind = min(ALONE.intersection(kinds[place]) or kinds[place], key=lambda kind: (work[kind], kind))
         tried[kind].append(last[kind][place])
-        work[kind] += max(last[kind].values())
+        work[kind] += cost(kind) + 2 * max(last[kind].values())
+    if "mixed" in tried:
+        places = sorted(last["mixed"].values())
+        tried["mixed"] += places[:: -(-len(places) // MIXED)]
     return tried
 
 
