@@ -13,6 +13,7 @@ import numba
 from llvmlite import binding
 
 from kvkit.errors import argument_error
+from kvkit.runtime.processor import this_processor
 
 # Kinds of instructions, the newest last, and the CPU features that each needs besides those before it.
 KINDS = {
@@ -37,6 +38,12 @@ def has_integers():
 def has_pairs():
     """Return whether kernels may multiply bfloat16 pairs with AVX-512 BF16."""
     return has("avx512bf16")
+
+
+@functools.cache
+def has_slow_pairs():
+    """Return whether full tiles of floats are faster than of pairs: as Intel's processors multiply both."""
+    return this_processor().vendor == "GenuineIntel"
 
 
 @functools.cache

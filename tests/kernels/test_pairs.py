@@ -1,6 +1,7 @@
 """Wide products of bfloat16 in pairs, where the processor has them, against float64; calls without, too."""
 
 import functools
+import itertools
 import math
 from unittest import mock
 
@@ -26,6 +27,7 @@ KINDS = ["float32", *["pairs"] * machine.has_pairs(), *["tiles"] * HAVE_TILES]
 @pytest.fixture(params=KINDS)
 def kind(request, monkeypatch):
     monkeypatch.setattr(machine, "has_pairs", lambda: request.param != "float32")
+    monkeypatch.setattr(machine, "has_slow_pairs", lambda: False)
     use_tiles(monkeypatch, machine.INSTRUCTIONS if request.param == "tiles" else None)
     prepare.FIXED.clear()
     yield request.param
@@ -115,6 +117,26 @@ def test_keys_that_nobody_sees_do_not_matter(kind, rng):
         assert np.isfinite(found.astype(np.float32)).all()
         np.testing.assert_allclose(found.astype(np.float32), expected.astype(np.float32), atol=2**-6)
     assert clean.shape == query.shape
+
+
+@pytest.mark.skipif(not machine.has_pairs(), reason="the processor has no pairs of bfloat16")
+def test_full_tiles_are_floats_where_pairs_are_slow(rng, monkeypatch):
+    """More than 16 query rows of a key head have the bits of floats, fewer those of pairs, in splits too."""
+    use_tiles(monkeypatch, None)
+    for rows, tokens in itertools.product((9, 16, 17, 80), (90, 3000)):
+        query, key, value = (
+            random(rng, 1, n, h, 64).astype(BF16) for n, h in ((1, rows), *2 * [(tokens, 1)])
+        )
+        found = []
+        for pairs_here, slow in ((True, False), (True, True), (False, False)):
+            monkeypatch.setattr(machine, "has_pairs", lambda pairs_here=pairs_here: pairs_here)
+            monkeypatch.setattr(machine, "has_slow_pairs", lambda slow=slow: slow)
+            prepare.FIXED.clear()
+            use_tiles(monkeypatch, None)
+            found.append(kvkit.multi_head_attention(query, key, value).tobytes())
+        prepare.FIXED.clear()
+        assert found[0] != found[2]
+        assert found[1] == found[2 if rows > 16 else 0]
 
 
 def test_what_is_wanted(monkeypatch):

@@ -371,6 +371,7 @@ def fixed_params(form, distances):
         "scaled_run": prefetching.ALWAYS if form.interleaved else distances.scaled_run,
         "widens": form.widens, "rounds": form.rounds, "integers": form.width is not None,
         "pairs": form.pairs or form.tiles is not None,
+        "most_paired": prefetching.NEVER if form.tiles or not machine.has_slow_pairs() else LANES,
         "most_narrow": most_narrow,
         "least_in_tiles": in_tiles[0] if in_tiles else prefetching.NEVER,
         "most_value": MOST_VALUE.get(form.data, 0),

@@ -86,13 +86,15 @@ def engine_of(params, block):
     """Return the engine of a work item's tiles.
 
     Wide tiles over codes are multiplied as integers where fixed point keeps the bits of their queries. If a
-    row of a prompt sees few keys, one of them has most weight, and floats keep the bits of its value.
+    row of a prompt sees few keys, one of them has most weight, and floats keep the bits of its value. More
+    query rows than `most_paired` are faster in floats than in pairs.
     """
     if not block.wide:
         return engine_of_kind(params, kind_of(block.rows))
     special = engine_of_kind(params, SPECIAL_ENGINE)
     low, high = visible(params, block, block.row // params.group)
     fits = params.pairs or block.seqlen == 1 or high - low >= params.wide_block
+    fits = fits and not (params.pairs and block.query_rows > params.most_paired)
     return special if special.scores and fits and not block.nan_safe else engine_of_kind(params, WIDE_ENGINE)
 
 
