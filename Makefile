@@ -22,7 +22,7 @@ $(VENV)/kvkit.%: $(VENV)/kvkit
 # The same for dependency groups of pyproject.toml, which need a newer pip than Python 3.11 brings along.
 GROUP := import sys, tomllib; \
 	print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"][sys.argv[1]], sep="\n")
-$(foreach group,test bench peers lint docs,$(VENV)/kvkit.$(group)): $(VENV)/kvkit.%: $(VENV)/kvkit
+$(foreach group,test test-cuda test-dist bench peers lint docs,$(VENV)/kvkit.$(group)): $(VENV)/kvkit.%: $(VENV)/kvkit
 	$(BIN)/python -c '$(GROUP)' $* | $(PIP) --requirement /dev/stdin
 	@touch $@
 
@@ -55,7 +55,7 @@ test: $(VENV)/kvkit.test
 	$(PYTEST) --ignore tests/ptx -m "not slow and not model and not transformers and not peers and not site and not perf"
 
 # Test the code that kvkit_cuda makes for a GPU, without one: its PTX, on a machine too, and a stand-in for the driver.
-test-cuda: $(VENV)/kvkit.test
+test-cuda: $(VENV)/kvkit.test $(VENV)/kvkit.test-cuda
 	$(PYTEST) -m "not slow and not perf" tests/ptx
 	$(PYTEST) --backend machine -m "not slow and not perf"
 	$(PYTEST) --backend stand_in -m "not slow and not perf"
@@ -72,11 +72,11 @@ test-dask: $(VENV)/kvkit.test
 	$(BIN)/python -m pytest tests/integrations/test_dask.py tests/integrations/test_dask_tools.py
 
 # Test the wheel in an environment of its own, and whether PyPI would take it.
-test-dist: $(VENV)/kvkit.test
+test-dist: $(VENV)/kvkit.test $(VENV)/kvkit.test-dist
 	$(BIN)/python -m pytest -m "slow or not slow" tests/cli/test_packaging.py
 
 # Build the files for PyPI. README's links need the repository's address.
-dist: $(VENV)/kvkit.test
+dist: $(VENV)/kvkit.test-dist
 	@! grep -q '^repository = ""' pyproject.toml || { echo "Name the repository in pyproject.toml, [tool.kvkit]."; exit 1; }
 	$(BIN)/python -m build
 	$(BIN)/python -m twine check --strict dist/*
@@ -110,7 +110,9 @@ test-peers: $(VENV)/kvkit.test $(VENV)/kvkit.peers $(KVPRESS)/kvkit $(LLAMA_CPP)
 	KVKIT_LLAMA_CPP=$$(ls -d $(abspath $(LLAMA_CPP))/package/bins/linux-x64) $(BIN)/python -m pytest -m peers
 	$(KVPRESS)/bin/python -m pytest -m peers tests/eviction
 
-test-all: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/kvkit.transformers $(VENV)/kvkit.peers $(VENV)/smollm2
+EVERYTHING := test test-cuda test-dist data transformers peers
+
+test-all: $(EVERYTHING:%=$(VENV)/kvkit.%) $(VENV)/smollm2
 	$(PYTEST) --backend machine -m "not perf"
 	$(PYTEST) --backend stand_in -m "not perf"
 	$(PYTEST) --backend simulator -m "not perf"
@@ -118,7 +120,7 @@ test-all: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/kvkit.transformers $(VEN
 	$(KEPT) $(BIN)/python -m pytest -m perf
 
 # Test on a GPU. SANITIZER="compute-sanitizer --error-exitcode 1" looks for wrong accesses too.
-test-gpu: $(VENV)/kvkit.test
+test-gpu: $(VENV)/kvkit.test $(VENV)/kvkit.test-cuda
 	@$(BIN)/python -c "from kvkit_cuda.device_runtime import host; host.require(); host.require_device(0)"
 	$(SANITIZER) $(BIN)/python -m pytest --backend gpu
 
