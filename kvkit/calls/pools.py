@@ -91,9 +91,9 @@ class PagesStep:
 
     __slots__ = ("_blocks", "_context", "_steps", "numbers", "words")
 
-    def __init__(self, tensors: Sequence[Array], call: AttentionCall) -> None:
+    def __init__(self, numbers: Sequence[Array], call: AttentionCall) -> None:
         self._steps, self._context, self._blocks = call.steps, call.context, call.blocks
-        self.words, self.numbers = np.zeros(2, np.int64), [tensor.copy() for tensor in tensors]
+        self.words, self.numbers = np.zeros(2, np.int64), numbers
 
     def follow(self, call: PoolAttention, tensors: Sequence[Array]) -> bool:
         """Become the step of other index tensors of the same form; return False if that is not certain."""
@@ -103,11 +103,10 @@ class PagesStep:
         self.words[0] = -1
         for numbers, tensor in zip(self.numbers, tensors, strict=True):
             np.copyto(numbers, tensor)
-        *tables, lengths = self.numbers if call.query_starts is None else self.numbers[:-1]
-        starts = None if call.query_starts is None else self.numbers[-1]
+        own = with_tensors(call, self.numbers)
         try:
             contexts = checked_contexts(
-                tuple(tables) if isinstance(call.block_tables, tuple) else tables[0], lengths, starts,
+                own.block_tables, own.context_lens, own.query_starts,
                 self._blocks, steps.page_size, steps.tokens,
             )  # fmt: skip
         except KvkitError:  # the full checks find what else is wrong
@@ -125,6 +124,15 @@ class PagesStep:
 def same_bytes(one: Array, other: Array) -> bool:
     """Return whether two arrays of one form have equal bytes."""
     return one.tobytes() == other.tobytes()
+
+
+def with_tensors(call: PoolAttention, tensors: Sequence[Array]) -> PoolAttention:
+    """Return the call with other index tensors: those of pages, lengths and, if it has them, starts."""
+    *tables, lengths = tensors if call.query_starts is None else tensors[:-1]
+    return call._replace(
+        block_tables=tuple(tables) if isinstance(call.block_tables, tuple) else tables[0],
+        context_lens=lengths, query_starts=None if call.query_starts is None else tensors[-1],
+    )  # fmt: skip
 
 
 def read_by_kernels(steps: StepIndex) -> list[Array]:
@@ -171,12 +179,14 @@ def attend_prepared(
             if prepared.run((*arrays, *results), refit):
                 calls.keep(form, known)
                 return one_or_all(results)
-    checked = checked_paged_attention(call, sequences)
+    # What is checked is what later calls are compared with: another thread may change the caller's tensors.
+    own = [tensor.copy() for tensor in tensors] if form else []
+    checked = checked_paged_attention(with_tensors(call, own) if own else call, sequences)
     results = checked.results.arrays(out)
     launches = attention_launches(checked, results)
     cpu.launches.start(*launches)
     if form and checked.query is call.query:
-        step = PagesStep(tensors, checked) if tensors else None
+        step = PagesStep(own, checked) if own else None
         launches[0].owners = cpu.attention.params.POOL_OWNERS
         named = dict(zip(("query", *POOLS, *SCALES, *OUTPUTS), (*arrays, *results), strict=False))
         prepared = PreparedCall(

@@ -83,8 +83,8 @@ class PlannedStep:
         for numbers, content in zip(self.numbers, contents, strict=True):
             numbers[:] = np.frombuffer(content, np.uint8)
         read_by_kernels = steps.seqstarts, steps.kvstarts, steps.table, steps.start_pos
-        for array, tensor in zip(read_by_kernels, tensors, strict=True):
-            np.copyto(array.reshape(tensor.shape), tensor)
+        for array, tensor, numbers in zip(read_by_kernels, tensors, self.numbers, strict=True):
+            np.copyto(array.reshape(tensor.shape), numbers.view(tensor.dtype).reshape(tensor.shape))
         if steps.seqstarts[0] or steps.kvstarts[0] or steps.seqstarts[-1] != tokens:
             return False
         steps = steps._replace(tokens=tokens, context=int(steps.kvstarts[-1]))
@@ -179,7 +179,10 @@ def run_in_cache(where: SupportsIndex | StepArguments, call: CacheTransfer | Cac
             step = planned_steps.take(form)
         tensors = tensors if form else ()
         if step is None or not step.follow(len(tokens), tensors):
-            step = PlannedStep(packed_in_cache((name, tokens), where), MOST, tensors=tensors)
+            # What is checked is what later calls are compared with, even if the tensors change meanwhile.
+            own = [tensor.copy() for tensor in tensors]
+            where = where._replace(**dict(zip(StepArguments._fields, own, strict=False)))
+            step = PlannedStep(packed_in_cache((name, tokens), where), MOST, tensors=own)
         repeats.note_tensors(tensors, step.numbers)
     else:
         step, form = take_static(where, tokens)

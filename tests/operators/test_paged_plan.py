@@ -165,6 +165,33 @@ def test_calls_follow_any_contents_of_their_index_tensors(engine, lists, dtype, 
     assert 40 < len(checks) <= 40 + 1 + 2 * 7 + 20
 
 
+@pytest.mark.parametrize("lists", [False, True])
+def test_tensors_that_change_during_a_call_are_another_call(lists, rng, monkeypatch):
+    """Another thread may change them once they have been checked."""
+    pools, query = drawn(rng, "FlashInfer", "float16"), rng.standard_normal((7, 4, 16)).astype(np.float16)
+    lengths, starts = np.array(LENGTHS), np.array(STARTS)
+    table = pool_scenes.as_lists(PAGES) if lists else pool_scenes.as_table(rng, PAGES, 6)
+    pages, how = table[1] if lists else table, {"layout": pools.layout}
+
+    def change(array, at):
+        array[at] = 1
+
+    for array, at in ((lengths, 0), (starts, 1), (pages, 0 if lists else (0, 0))):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "kvkit.calls.pools.checked_paged_attention",
+                lambda call, planned=None, array=array, at=at: (
+                    paged.checked_paged_attention(call, planned), change(array, at)
+                )[0],
+            )  # fmt: skip
+            forget_all()
+            kvkit.paged_attention(query, *pools.given, table, lengths, starts, **how)
+        found = kvkit.paged_attention(query, *pools.given, table, lengths, starts, **how)
+        forget_all()
+        expected = kvkit.paged_attention(query, *pools.given, table, lengths, starts, **how)
+        assert found.tobytes() == expected.tobytes()
+
+
 def test_calls_that_overlap_or_do_not_fit_are_refused_after_others_were_prepared(rng):
     plan, pools = (
         kvkit.paged_plan(PAGES_TABLE, LENGTHS, STARTS, page_size=PAGE),

@@ -7,6 +7,7 @@ from surroundings import in_threads
 
 import kvkit
 from kvkit.calls import positions, prepared, steps
+from kvkit.calls.prepared import forget_all
 
 pytestmark = pytest.mark.cpu
 ROWS, HEADS, DIM = 4096, 2, 16
@@ -110,6 +111,26 @@ def test_broken_steps_of_a_known_form(operator, broken, rng):
     assert str(known.value) == str(first.value)
     assert_array_equal(cache, before)
     assert_array_equal(operator(new, cache, index), right)
+
+
+@pytest.mark.parametrize("operator", [attend, load])
+def test_tensors_that_change_during_a_call_are_another_call(operator, rng, monkeypatch):
+    """Another thread may change them once they have been checked."""
+    new, cache = arrays(rng), rng.standard_normal((1, 2, HEADS, ROWS, DIM), np.float32)
+    index, check = tensors((9, 7)), steps.packed_in_cache
+
+    def change(*given):
+        checked = check(*given)
+        index["cachestarts"][1] = 3000
+        return checked
+
+    with monkeypatch.context() as patch:
+        patch.setattr(steps, "packed_in_cache", change)
+        operator(new, cache.copy(), index)
+    found = operator(new, cache.copy(), index)
+    forget_all()
+    for one, other in zip(found, operator(new, cache.copy(), index), strict=True):
+        assert_array_equal(one, other)
 
 
 def test_a_smaller_cache_of_a_known_step(rng):
