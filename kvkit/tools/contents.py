@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvkit import files
-from kvkit.errors import KvkitError, argument_error, brief, describe
+from kvkit.errors import argument_error, brief, describe
 from kvkit.files import Contents, llama
 from kvkit.files.contents import CACHE
 from kvkit.interop import as_numpy
@@ -134,17 +134,16 @@ def by_patterns(
 
 
 def by_patterns_of_any(sources: Sequence[Any], *patterns: str | None) -> list[Any]:
-    """Rename the arrays of the sources that have such names; raise if none of them has."""
-    renamed, errors = [], []
+    """Rename the arrays of the sources that have any of the names; raise if none has, or one has not all."""
+    has_names = []
     for source in sources:
-        try:
-            renamed.append(by_patterns(source, *patterns))
-        except KvkitError as error:
-            renamed.append(source)
-            errors.append(error)
-    if len(errors) == len(sources):
-        raise errors[0]
-    return renamed
+        arrays = contents_of(source).arrays
+        named = (each in arrays or by_layer(arrays, each) for each in patterns if each is not None)
+        has_names.append(any(named))
+    return [
+        by_patterns(source, *patterns) if has_names[i] or not any(has_names) else source
+        for i, source in enumerate(sources)
+    ]
 
 
 def holds_arrays(value: Any) -> bool:

@@ -378,6 +378,9 @@ def test_names_that_only_one_side_has():
     assert diff(*sides, layout_b="hf").equal
     with pytest.raises(KvkitError, match="keys: expected the name of an array"):
         contents.by_patterns_of_any((usual, usual), "k{l}", "v{l}")
+    del others["v1"]
+    with pytest.raises(KvkitError, match="values: expected the layers of keys"):
+        contents.by_patterns_of_any((usual, others), "k{l}", "v{l}")
 
 
 def test_tokens_in_other_pages_are_told():
