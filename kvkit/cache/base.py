@@ -81,17 +81,21 @@ class ReadOnly(property):
         )
 
 
-def refuse_as_array(holder: Any, dtype: Any = None, copy: bool | None = None) -> NoReturn:
-    """Refuse `np.asarray` of a layer or cache, which would make an array of Python objects."""
-    raise argument_error("array", f"one array, as {holder._an_array}", f"a whole {type(holder).__name__}")
+class NoArray:
+    """Refuses to become an array of Python objects; with arrays it compares as one object."""
+
+    _an_array: str  # says where an array is
+    __array_ufunc__ = None
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NoReturn:
+        raise argument_error("array", f"one array, as {self._an_array}", f"a whole {type(self).__name__}")
 
 
-class MovableTokens(ABC):
+class MovableTokens(NoArray, ABC):
     """Removes and moves tokens in a layer, or in all layers of a cache. An error leaves all as it was."""
 
     _lock: LayerLock
     _an_array = "layer.keys"
-    __array__ = refuse_as_array
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -23,7 +23,7 @@ from kvkit.cache import (
     StateLayer,
     StaticCache,
 )
-from kvkit.cache.base import BaseCache, MovableTokens, refuse_as_array
+from kvkit.cache.base import BaseCache, MovableTokens, NoArray
 from kvkit.cache.layers.compressed import check_drafts
 from kvkit.cache.layers.pooled import PooledLayer
 from kvkit.cache.layers.positions import PLANS
@@ -62,7 +62,7 @@ def pass_on(method: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate
     return call
 
 
-class KvkitCache(Cache):
+class KvkitCache(NoArray, Cache):
     """Wraps a cache of kvkit for a model of transformers.
 
     Under ``attn_implementation="kvkit"`` attention reads the cache in place. Under others each update returns
@@ -123,7 +123,6 @@ class KvkitCache(Cache):
     """
 
     _an_array = "cache.cache.layers[0].keys"
-    __array__ = refuse_as_array
     eviction: Eviction | None
     _make: functools.partial | None  # makes the paged cache once the first tokens show its geometry
 

@@ -8,17 +8,16 @@ import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from kvkit.cache.base import refuse_as_array
+from kvkit.cache.base import NoArray
 from kvkit.interop import numpy_to_tensor
 
 
-class KvkitLayer(CacheLayerMixin):
+class KvkitLayer(NoArray, CacheLayerMixin):
     """Passes transformers' calls on to one layer of a kvkit cache."""
 
     is_compileable = False
     supports_early_init = False
     _an_array = "layer.layer.keys"
-    __array__ = refuse_as_array
 
     def __init__(self, owner: Any, layer_idx: int) -> None:
         self._owner, self._layer_idx = owner, layer_idx

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from kvkit.cache.base import refuse_as_array
+from kvkit.cache.base import NoArray
 from kvkit.errors import argument_error
 from kvkit.integrations.transformers import recurrent
 from kvkit.integrations.transformers.bridge import to_numpy
@@ -18,7 +18,7 @@ from kvkit.integrations.transformers.layer import KvkitLayer
 from kvkit.interop import numpy_to_tensor
 
 
-class KvkitStateLayer(LinearAttentionCacheLayerMixin):
+class KvkitStateLayer(NoArray, LinearAttentionCacheLayerMixin):
     """Passes transformers' calls on to a `kvkit.cache.StateLayer`. Its tensors share the layer's memory.
 
     A step of q tokens calls several methods, and one of them must count the tokens::
@@ -33,7 +33,6 @@ class KvkitStateLayer(LinearAttentionCacheLayerMixin):
     is_croppable = False
     supports_early_init = False
     _an_array = "[*layer.state.states.values()][0]"
-    __array__ = refuse_as_array
 
     def __init__(self, owner: Any, state_layer: int, number_of_states: int = 1) -> None:
         self._owner, self._state_layer, self.number_of_states = owner, state_layer, number_of_states
