@@ -179,8 +179,9 @@ def run_in_cache(where: SupportsIndex | StepArguments, call: CacheTransfer | Cac
             step = planned_steps.take(form)
         tensors = tensors if form else ()
         if step is None or not step.follow(len(tokens), tensors):
-            # What is checked is what later calls are compared with, even if the tensors change meanwhile.
-            own = [tensor.copy() for tensor in tensors]
+            # What is checked is what later calls are compared with, even if the tensors change meanwhile;
+            # the check refuses None.
+            own: list[Any] = [tensor if tensor is None else tensor.copy() for tensor in tensors]
             where = where._replace(**dict(zip(StepArguments._fields, own, strict=False)))
             step = PlannedStep(packed_in_cache((name, tokens), where), MOST, tensors=own)
         repeats.note_tensors(tensors, step.numbers)
