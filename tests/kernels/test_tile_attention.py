@@ -602,6 +602,8 @@ def test_scales_of_few_rows_that_are_no_numbers(form, number, kind, rng, monkeyp
     for which, token in itertools.product(range(2), (5, 40)):
         scales = [np.full((1, 48, 1), 1e-3, np.float32) for _ in range(2)]
         scales[which][0, token] = number
+        if token == 40 and np.isinf(number):  # also if all rows have one sign
+            query[:] = query[:, :1]
         given, found = dict(zip(("key_scale", "value_scale"), scales, strict=True)), []
         for engines in form, None:
             use_tiles(monkeypatch, engines)
