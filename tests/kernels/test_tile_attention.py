@@ -30,6 +30,15 @@ pytestmark = pytest.mark.cpu
 LENGTHS = [(0, 40), (700, 1), (9, 50), (0, 0), (31, 33)]
 
 
+@pytest.fixture(autouse=True)
+def pairs_without_tiles(monkeypatch):
+    """Calls without tiles are multiplied in pairs, which round weights as tiles do, also on Intel."""
+    monkeypatch.setattr(machine, "has_slow_pairs", lambda: False)
+    prepare.FIXED.clear()
+    yield
+    prepare.FIXED.clear()
+
+
 def masked(rng, call, dtype, pad=0):
     """Return the call with a mask of its own for each head."""
     static = "static" in call.kind
