@@ -254,10 +254,10 @@ class CacheSource(CacheArrays):
             layout = " layout='| l n h c', if layers are the first axis" if stacked else ""
             return f", or their names (keys='{pair[0]}' values='{pair[1]}'{layout})"
         likely = [name for name in likely if self.arrays[name].ndim > 2]
-        if len({self.arrays[name].shape for name in likely}) == 1 and len(likely) == 2:
-            return f", or their names (keys='{likely[0]}' values='{likely[1]}', say)"
         unknown = [name for name in likely if kind_of_state(name) is None]
         pattern = common_pattern(unknown) or (unknown[0] if len(likely) == len(unknown) == 1 else None)
+        if pattern is None and len({self.arrays[name].shape for name in likely}) == 1 and len(likely) == 2:
+            return f", or their names (keys='{likely[0]}' values='{likely[1]}', say)"
         return "" if pattern is None else f", or a pattern (fused={pattern}, say, and its layout)"
 
     def check_levels(self) -> None:
