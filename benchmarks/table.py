@@ -154,7 +154,7 @@ def models(report):
         for each in report["results"]
         if each["case"].startswith("prompt ")
     ]
-    yield f"\nPrompts, with KvkitCache and DynamicCache: {'; '.join(prompts)}.\n"
+    yield f"\nPrompts, 3 runs each, with KvkitCache and DynamicCache: {'; '.join(prompts)}.\n"
 
 
 def beside(word, results, spread):
