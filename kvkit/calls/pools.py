@@ -9,6 +9,7 @@ import numpy as np
 
 from kvkit import cpu
 from kvkit.calls.prepared import (
+    FollowedStep,
     PreparedCall,
     PreparedCalls,
     Refit,
@@ -83,27 +84,17 @@ def append_launches(call: PoolAppend, angles: Array | None = None) -> list[Any]:
     return launches
 
 
-class PagesStep:
-    """Contexts in pages that calls of one form bring: numbers of their index tensors, and what kernels read.
+class PagesStep(FollowedStep):
+    """Contexts in pages that calls of one form bring; they need 0 rows of a cache of operators."""
 
-    `words` are the version, -1 while the step changes, and the rows that it needs of a cache, which are 0.
-    """
-
-    __slots__ = ("_blocks", "_context", "_steps", "numbers", "words")
+    __slots__ = ("_blocks", "_context", "_steps")
 
     def __init__(self, numbers: Sequence[Array], call: AttentionCall) -> None:
-        self._steps, self._context, self._blocks = call.steps, call.context, call.blocks
         self.words, self.numbers = np.zeros(2, np.int64), numbers
+        self._steps, self._context, self._blocks = call.steps, call.context, call.blocks
 
-    def follow(self, call: PoolAttention, tensors: Sequence[Array]) -> bool:
-        """Become the step of other index tensors of the same form; return False if that is not certain."""
-        if all(map(same_bytes, self.numbers, tensors)):
-            return True
-        version, steps, context = int(self.words[0]), self._steps, self._context
-        self.words[0] = -1
-        for numbers, tensor in zip(self.numbers, tensors, strict=True):
-            np.copyto(numbers, tensor)
-        own = with_tensors(call, self.numbers)
+    def _check_numbers(self, call: PoolAttention) -> bool:
+        own, steps, context = with_tensors(call, self.numbers), self._steps, self._context
         try:
             contexts = checked_contexts(
                 own.block_tables, own.context_lens, own.query_starts,
@@ -117,17 +108,11 @@ class PagesStep:
             return False
         for array, other in zip(read_by_kernels(steps), read_by_kernels(new), strict=True):
             np.copyto(array, other)
-        self.words[0] = version + 1
         return True
 
 
-def same_bytes(one: Array, other: Array) -> bool:
-    """Return whether two arrays of one form have equal bytes."""
-    return one.tobytes() == other.tobytes()
-
-
 def with_tensors(call: PoolAttention, tensors: Sequence[Array]) -> PoolAttention:
-    """Return the call with other index tensors: those of pages, lengths and, if it has them, starts."""
+    """Return the call with other index tensors, in the order of `attend_to_pages`."""
     *tables, lengths = tensors if call.query_starts is None else tensors[:-1]
     return call._replace(
         block_tables=tuple(tables) if isinstance(call.block_tables, tuple) else tables[0],
@@ -171,7 +156,7 @@ def attend_prepared(
     if known:
         prepared, forms, step = known
         results = results if out is not None else tuple([empty_result(*each) for each in forms])
-        if step is None or step.follow(call, tensors):
+        if step is None or step.follow(tensors, call):
             refit = None
             if step is not None:
                 refit = Refit(int(step.words[0]))

@@ -154,6 +154,45 @@ def forget_all() -> None:
         remembered.forget()
 
 
+class FollowedStep:
+    """Keeps the index tensors of a call and what was checked of them, and follows later calls of its form.
+
+    `numbers` are copies of the tensors. `words` are int64: the version, -1 while the step changes, so that
+    nothing that was remembered for it runs, and what else `run_again` compares.
+    """
+
+    __slots__ = ("numbers", "words")
+    numbers: Sequence[Array]
+    words: Array
+
+    def follow(self, tensors: Sequence[Array], *call: Any) -> bool:
+        """Become the step of other index tensors of the same form; return False if they may break a rule."""
+        if all(map(same_bytes, self.numbers, tensors)):  # layers of a model have the same tensors
+            return True
+        version = self.begin_change()
+        for numbers, tensor in zip(self.numbers, tensors, strict=True):
+            np.copyto(numbers, tensor)  # another thread may change the caller's tensors after the check
+        if not self._check_numbers(*call):
+            return False
+        self.words[0] = version
+        return True
+
+    def begin_change(self) -> int:
+        """Stop the calls that were remembered for the step, and return its next version."""
+        version = int(self.words[0]) + 1
+        self.words[0] = -1
+        return version
+
+    def _check_numbers(self, *call: Any) -> bool:
+        """Check `numbers`, and write what kernels read of them; return False if they may break a rule."""
+        raise NotImplementedError
+
+
+def same_bytes(one: Array, other: Array) -> bool:
+    """Return whether two arrays of one form have equal bytes."""
+    return one.tobytes() == other.tobytes()
+
+
 class Refit(NamedTuple):
     """Lists all that changes between runs of prepared attention, but for the addresses of its arrays."""
 

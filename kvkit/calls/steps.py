@@ -7,13 +7,14 @@ form, and brings it up to date.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
 import numpy as np
 
 from kvkit import checks, cpu
 from kvkit.calls.prepared import (
+    FollowedStep,
     Form,
     PreparedCall,
     PreparedCalls,
@@ -37,6 +38,7 @@ from kvkit.checks.index_tensors import (
     static_step,
 )
 from kvkit.checks.key_value_cache import checked_key_value_cache
+from kvkit.checks.records import StepIndex
 from kvkit.checks.values import integer
 from kvkit.runtime import repeats
 from kvkit.runtime.arrays import address, empty_result
@@ -47,63 +49,58 @@ MOST = 64  # forms of steps that are remembered, and of calls for each
 FAR = 2**40  # no cache has so many positions
 
 
-class PlannedStep:
-    """Checked sequences. Calls that differ only in the addresses of their arrays are checked once."""
+class PlannedStep(FollowedStep):
+    """Checked sequences. Calls that differ only in the addresses of their arrays are checked once.
 
-    __slots__ = ("_calls", "_sequences", "numbers", "words")
+    `words` are the version, the rows that the step needs, and where sequences of one length begin.
+    """
 
-    def __init__(self, sequences: Sequences, *most: int, tensors: Iterable[Array] = ()) -> None:
-        self._sequences = sequences
+    __slots__ = ("_calls", "_sequences")
+
+    def __init__(self, sequences: Sequences, *most: int, numbers: Sequence[Array] = ()) -> None:
+        self._sequences, steps = sequences, sequences.steps
         self._calls: PreparedCalls[PreparedCall] = PreparedCalls(*most)
-        self.numbers = [np.frombuffer(bytearray(tensor.tobytes()), np.uint8) for tensor in tensors]
-        # The version, -1 while the step changes; its rows; where sequences of one length begin.
+        self.numbers = numbers
         # Without steps, sequences are not checked yet.
-        steps = sequences.steps
         self.words = np.array([0, steps.rows, int(sequences.start_pos)] if steps else [0, 0, 0])
 
-    def _become(self, sequences: Sequences, version: int) -> None:
-        """Set the sequences of another version."""
+    def _become(self, sequences: Sequences, steps: StepIndex) -> None:
+        """Take over checked sequences with these steps."""
         self._sequences = sequences
-        self.words[:] = version, sequences.steps.rows if sequences.steps else 0, int(sequences.start_pos)
+        self.words[1:] = steps.rows, int(sequences.start_pos)
 
     @property
     def sequences(self) -> Sequences:
         """Return the checked sequences."""
         return self._sequences
 
-    def follow(self, tokens: int, tensors: Sequence[Array]) -> bool:
-        """Become the step of other index tensors of the same form; return False if they break a rule."""
-        steps, contents = self._sequences.steps, [tensor.tobytes() for tensor in tensors]
+    def _check_numbers(self, tokens: int) -> bool:
+        steps = self._sequences.steps
         if steps is None:
             return False
-        if tokens == steps.tokens and contents == [numbers.tobytes() for numbers in self.numbers]:
-            return True  # layers of a model have the same tensors
-        version = int(self.words[0])
-        self.words[0] = -1
-        for numbers, content in zip(self.numbers, contents, strict=True):
-            numbers[:] = np.frombuffer(content, np.uint8)
         read_by_kernels = steps.seqstarts, steps.kvstarts, steps.table, steps.start_pos
-        for array, tensor, numbers in zip(read_by_kernels, tensors, self.numbers, strict=True):
-            np.copyto(array.reshape(tensor.shape), numbers.view(tensor.dtype).reshape(tensor.shape))
+        for array, numbers in zip(read_by_kernels, self.numbers, strict=True):
+            np.copyto(array.reshape(numbers.shape), numbers)
         if steps.seqstarts[0] or steps.kvstarts[0] or steps.seqstarts[-1] != tokens:
             return False
         steps = steps._replace(tokens=tokens, context=int(steps.kvstarts[-1]))
         rule, rows, _, _ = checks.scan.scan_step(steps, INT64_MAX)
-        if rule:
-            return False
-        self._become(Packed(steps._replace(rows=rows), self._sequences.decoding), version + 1)
-        return True
+        if not rule:
+            steps = steps._replace(rows=rows)
+            self._become(Packed(steps, self._sequences.decoding), steps)
+        return not rule
 
     def begin_at(self, start: int) -> None:
         """Become the step whose sequences of one length begin at another position."""
         sequences, steps = self._sequences, self._sequences.steps
         if isinstance(sequences, Static) and steps is not None and start != sequences.start_pos:
             batch, rows = len(steps.start_pos), steps.rows + start - int(sequences.start_pos)
-            version = int(self.words[0])
-            self.words[0] = -1
+            version = self.begin_change()
             np.multiply(np.arange(batch + 1), rows, out=steps.kvstarts)
             steps.start_pos.fill(start)
-            self._become(Static(start, steps._replace(context=batch * rows, rows=rows)), version + 1)
+            steps = steps._replace(context=batch * rows, rows=rows)
+            self._become(Static(start, steps), steps)
+            self.words[0] = version
 
     def load(self, call: CacheTransfer, out: Pair | None) -> Pair:
         """Run `key_value_cache`."""
@@ -178,12 +175,12 @@ def run_in_cache(where: SupportsIndex | StepArguments, call: CacheTransfer | Cac
         if isinstance(tokens, np.ndarray) and not index_tensors.VALIDATES:
             step = planned_steps.take(form)
         tensors = tensors if form else ()
-        if step is None or not step.follow(len(tokens), tensors):
+        if step is None or not step.follow(tensors, len(tokens)):
             # What is checked is what later calls are compared with, even if the tensors change meanwhile;
             # the check refuses None.
             own: list[Any] = [tensor if tensor is None else tensor.copy() for tensor in tensors]
             where = where._replace(**dict(zip(StepArguments._fields, own, strict=False)))
-            step = PlannedStep(packed_in_cache((name, tokens), where), MOST, tensors=own)
+            step = PlannedStep(packed_in_cache((name, tokens), where), MOST, numbers=own)
         repeats.note_tensors(tensors, step.numbers)
     else:
         step, form = take_static(where, tokens)
