@@ -7,6 +7,7 @@ from paged_scenes import refused
 from quantized_cache_scenes import states
 
 import kvkit
+from kvkit import Rope
 from kvkit.cache import (
     BlockAllocator,
     Cache,
@@ -19,11 +20,13 @@ from kvkit.cache import (
     LatentLayer,
     OutOfBlocksError,
     PagedCache,
+    PagedCompressedCache,
     QuantizedCache,
     QuantizedLayer,
     QuantSpec,
     SharedLayer,
     SlidingWindowLayer,
+    StateLayer,
     StaticCache,
     StaticLayer,
     StaticSlidingWindowLayer,
@@ -57,6 +60,20 @@ CONSTRUCTORS = [  # the message's beginning, and who says it
      lambda: Cache([DynamicLayer(), Cache([DynamicLayer(), SharedLayer(0)]).layers[1]])),
     ("others: expected a new SharedLayer, got one of another cache",
      paged(num_layers=2, others={1: Cache([DynamicLayer(), SharedLayer(0)]).layers[1]})),
+    ("layers[0].of: expected the number of a layer", lambda: Cache([SharedLayer(0)])),
+    ("layers[1].of: expected the number of a layer with rows of its own",
+     lambda: Cache([StateLayer(), SharedLayer(0)])),
+    ("SharedLayer: expected a cache with layer 0",
+     lambda: SharedLayer(0).attend(np.ones((1, 1, 1, 4), "f4"))),
+    *(("others: expected a StateLayer or SharedLayer by a number belo", paged(num_layers=4, others=others))
+      for others in ({4: StateLayer()}, {0: DynamicLayer()}, {True: SharedLayer(0)})),
+    ("others: ", paged(num_layers=3, others=[SharedLayer(0)])),
+    ("others: expected fewer layers than num_layers, got 1", paged(others={0: StateLayer()})),
+    ("rope: expected ", paged(num_layers=2, rope=[Rope(8)])),
+    ("layers[0]: expected weights and a rope",
+     lambda: PagedCompressedCache([CompressedLayer(8, 4, ratio=4)], 4, 1, dtype=np.float32)),
+    ("dtype: expected float32, float16 or bfloat16",
+     lambda: PagedCompressedCache([CompressedLayer(8, 4)], 4, 1, dtype=np.int8)),
     ("max_cache_len: expected at least 1", lambda: StaticLayer(0)),
     ("max_cache_len: expected an integer", lambda: StaticLayer(2.5)),
     ("max_cache_len: expected at most 1099511627776 tokens, got 46", lambda: StaticCache(2**62, 1)),

@@ -183,9 +183,6 @@ def test_lists_for_layers_count_those_without_blocks(rng):
     assert found.tokens == [8, 8]
     with pytest.raises(KvkitError, match="queries: expected a list of 3, one for each layer"):
         cache.rows.compress("snapkv", keep=0.5, queries=[states, states], window=4)
-    for others in ([SharedLayer(0)], {True: SharedLayer(0)}):
-        with pytest.raises(KvkitError, match=r"^others: "):
-            paged(others)
 
 
 def test_blocks_beside_states_and_shared_rows(tmp_path):
@@ -228,25 +225,14 @@ def test_blocks_beside_states_and_shared_rows(tmp_path):
     both[0].reset()
     assert {layer.get_seq_length() for layer in both[0].layers} == {0}
     assert both[0].nbytes == 0
-    for others in ({4: StateLayer()}, {0: DynamicLayer()}):
-        with pytest.raises(KvkitError, match="others: expected a StateLayer or SharedLayer by a number belo"):
-            paged(others)
-    with pytest.raises(KvkitError, match="others: expected fewer layers than num_layers, got 1"):
-        paged({0: StateLayer()}, 1)
 
 
 def test_what_is_refused():
-    with pytest.raises(KvkitError, match=r"layers\[0\].of: expected the number of a layer"):
-        Cache([SharedLayer(0)])
-    with pytest.raises(KvkitError, match="a layer with rows of its own"):
-        Cache([StateLayer(), SharedLayer(0)])
     cache = hybrid()
     rows = np.ones((1, 1, 1, 4), np.float32)
     for call in (lambda: cache.update(rows, rows, 2), lambda: cache.layers[2].remove(0)):
         with pytest.raises(KvkitError, match="of layer 1, whose rows it reads"):
             call()
-    with pytest.raises(KvkitError, match="a cache with layer 0"):
-        SharedLayer(0).attend(rows)
     with pytest.raises(KvkitError, match="a layer with keys and values, got a recurrent state"):
         cache.attend(rows, 0)
     cache.update(states(1), 1, 0)

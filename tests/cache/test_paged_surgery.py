@@ -440,8 +440,6 @@ def test_calls_are_refused_while_a_step_is_open_and_of_sequences_that_are_not_th
     seq = cache.blocks.add()
     with pytest.raises(KvkitError, match="how keys were rotated"):
         cache.shift(seq, 0, None, 1, rope="half")
-    with pytest.raises(KvkitError, match="one for each layer"):
-        PagedCache(8, P, LAYERS, HEADS, DIM, np.float32, rope=[ROPE])
     blocks = BlockAllocator(8, P)
     seq = blocks.add()
     with blocks.begin_step([(seq, 8)]):

@@ -8,7 +8,7 @@ import pytest
 from verbs import kvkit as run
 
 from kvkit import KvkitError, files
-from kvkit.tools import convert, join
+from kvkit.tools import convert
 
 WRITTEN = Path(__file__).parents[1] / "files" / "written"
 RAW = [WRITTEN / f"org-model@2@{rank}@1234abcd@half.pt" for rank in (0, 1)]
@@ -38,24 +38,6 @@ def test_names_say_what_bytes_do_not(tmp_path):
     shutil.copy(RAW[0], tmp_path / "chunk.pt")
     with pytest.raises(KvkitError, match=r"like no kind of file that kvkit reads.* chunk of LMCache"):
         files.read(tmp_path / "chunk.pt")
-
-
-def test_caches_that_do_not_join():
-    whole = {"cache": [[np.zeros((1, 2, 5, 8), np.float16)] * 2]}
-    for other, what in (
-        ({"cache": [[np.zeros((1, 2, 6, 8), np.float16)] * 2], "slots": np.arange(4)}, "but for its heads"),
-        (whole | {"slots": np.arange(5)}, "sources: expected equal slots, got others in arrays"),
-        (whole | {"slots": np.arange(4), "block_tables": [[0]]}, "sources: expected equal block_tables"),
-        ({"cache": whole["cache"] * 2, "slots": np.arange(4)}, "layers as arrays has, 1, got 2 in arrays"),
-    ):
-        with pytest.raises(KvkitError, match=what):
-            join([whole | {"slots": np.arange(4)}, other], layout="hf")
-    with pytest.raises(KvkitError, match="axis: expected 'h', the heads, or 'n', the tokens, got 'x'"):
-        join([whole], axis="x", layout="hf")
-    with pytest.raises(KvkitError, match="each rank has all latent rows"):
-        join([{"cache": [np.ones((4, 16, 24), np.float16)]}] * 2, layout="l | b n c")
-    with pytest.raises(KvkitError, match="scales in"):
-        join([whole | {"scale": np.ones(3)}], layout="hf")
 
 
 def test_ranks_make_a_whole_file(tmp_path):

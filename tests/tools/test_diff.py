@@ -344,29 +344,6 @@ def test_a_report(tmp_path):
     assert str(diff(expected, expected)) == f"equal: {expected['key'].nbytes * 2} bytes"
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "keywords", "message"),
-    [
-        ({"x": np.zeros(2)}, {"y": np.zeros(2)}, {}, "b: expected some array of x, got y"),
-        ({"x": np.zeros(2)}, {"x": np.zeros(2)}, {"ulp": -1}, "ulp: expected at least 0"),
-        ({"x": np.zeros(2)}, {"x": np.zeros(2)}, {"layout_a": "b n h c"}, "layout: expected an array cache"),
-        ({}, {}, {}, "a: expected some array of numbers, got none"),
-        ({"x": np.zeros(2)}, {"x": np.ones(2)}, {"axes": "foo"}, "axes: expected each of l b n h c .* 'foo'"),
-        ({"x": np.zeros(2)}, {"x": np.ones(2)}, {"axes": "n c"}, "axes: expected 1 letters, .* 'n c'"),
-        (3, {"x": np.zeros(2)}, {}, "source: expected a path, a dict of arrays or a cache"),
-        (
-            {"x": np.zeros(2)},
-            {"x": np.ones(2)},
-            {"plot": "o.txt"},
-            "plot: (expected a name .*svg|needs matplotlib)",
-        ),
-    ],
-)
-def test_wrong_use(a, b, keywords, message):
-    with pytest.raises(KvkitError, match=message):
-        diff(a, b, **keywords)
-
-
 def test_names_that_only_one_side_has():
     """The error proposes patterns, which then rename the arrays of the side that has them."""
     states = np.arange(64, dtype=np.float32).reshape(1, 2, 4, 8)

@@ -4,7 +4,7 @@ import numpy as np
 import openvino_blocks as scene
 import pytest
 
-from kvkit import KvkitError, formats
+from kvkit import formats
 from kvkit.tools import check, convert, diff, inspect, study
 from kvkit.tools.readers import open_cache
 from kvkit.tools.source import CacheSource
@@ -44,22 +44,6 @@ def test_the_engine_codes_as_the_formats_do(kind):
         ours = formats.encode(rows[: scene.PAGE], f"openvino_{name}_{kind}")
         for part, kv in parts.items():  # of a full block; one that grew was coded twice
             np.testing.assert_array_equal(getattr(kv, side)[0][scene.TABLE[0]], ours[part])
-
-
-def test_codes_whose_channels_share_scales_keep_their_blocks():
-    arrays = scene.written("u8")
-    with pytest.raises(KvkitError, match="to_layout: expected a format instead"):
-        convert(arrays, None, from_layout="openvino-u8", to_layout="hf")
-    with pytest.raises(
-        KvkitError, match="source: expected arrays key_cache and value_cache, for openvino-u8"
-    ):
-        CacheSource({"key": arrays["key_cache.0"]}, "openvino-u8")
-    for name, wrong in (
-        ("key_cache.0", np.zeros((3, 2, 8, 64), np.uint8)),
-        ("value_cache.0", np.zeros((3, 2, 8))),
-    ):
-        with pytest.raises(KvkitError, match=f"{name.split('.')[0]}: expected"):
-            CacheSource(arrays | {name: wrong}, "openvino-u8")
 
 
 @pytest.mark.peers

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from kvkit import files, formats, tools
-from kvkit.errors import KvkitError
 from kvkit.tools.queries import MASK_NAMES, QUERY_NAMES
 
 pytestmark = pytest.mark.cpu
@@ -131,26 +130,6 @@ def test_padding_counts_nowhere(rng, arrays, name, dtype, options):
     assert numbers(found) == numbers(exact)
     assert found.tokens == 2 * TOKENS - 7
     assert "a mask hides 7 of 96 tokens: padding is not counted" in found.notes
-
-
-def test_a_mask_that_does_not_fit_is_refused(arrays):
-    one = {name: arrays[name][:, :TOKENS] for name in ("key", "value")} | {"query": arrays["query"][:, :1]}
-    good = np.ones((1, TOKENS), bool)
-    after = good.copy()
-    after[:, -3:] = False
-    for mask, words in (
-        (good[:, :-1], "attn_mask: expected a padding mask [1, 48] of 0 and 1, one for each token, got"),
-        (np.where(good, 0.0, -np.inf), "attn_mask: expected a padding mask"),
-        (np.ones((1, 1, TOKENS, TOKENS), bool), "attn_mask: expected a padding mask"),
-        (good * 2, "attn_mask: expected a padding mask"),
-        (~good, "attn_mask: expected a token or more in each sequence"),
-        (after, "attn_mask: expected padding before the tokens, as query has the last tokens"),
-    ):
-        with pytest.raises(KvkitError) as caught:
-            tools.study(one | {"attn_mask": mask}, "fp8")
-        assert str(caught.value).startswith(words)
-    with pytest.raises(KvkitError, match=r"^attn_mask: expected none beside page tables or seqstarts"):
-        tools.study(arrays | {"attn_mask": np.ones((SEQUENCES, TOKENS), bool)}, "fp8")
 
 
 def test_queries_beside_codes(arrays):

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from kvkit import files, formats, tools
+from kvkit import formats, tools
 from kvkit.cache import DynamicCache, PagedCache, QuantizedCache
-from kvkit.errors import KvkitError
 from kvkit.tools.readers import open_cache
 
 pytestmark = pytest.mark.cpu
@@ -66,14 +65,3 @@ def test_a_quantized_prompt_cache_of_mlx(rng, tmp_path):
     assert found.format == "mlx4:g64"
     expected = formats.decode(coded, "mlx4:g64")[1, 0, 0].swapaxes(0, 1)
     assert np.array_equal(found.layer(1).key.read(slice(None)), expected)
-
-
-def test_codes_that_cannot_be_read():
-    codes = np.zeros((1, 2, 5, HEADS, DIM), np.int8)
-    with pytest.raises(
-        KvkitError, match="format: expected the format of codes, as the file does not name it, got int8"
-    ):
-        open_cache({"cache": codes}, "| l kv n h c")
-    said = files.Description("| l kv b n h c", format="kivi_key2")
-    with pytest.raises(KvkitError, match="format: expected a format that encodes each token by itself"):
-        open_cache(files.Contents({"cache": codes[:, :, None]}, {}, description=said))

@@ -123,23 +123,3 @@ def test_a_state_of_llama_cpp(cache, tmp_path):
     for i, layer in enumerate(coded.reshape(LAYERS, 2, TOKENS, HEADS, -1)):
         for side, codes in enumerate(layer):
             np.testing.assert_array_equal(done.arrays[f"cache.{i}.{side}"][0], formats.decode(codes, "q8_0"))
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ({"format": "q9_0"}, "format: expected a format that"),
-        ({}, "to_layout: expected a layout, or a format"),
-        ({"format": "q8_0", "to_layout": "hf"}, "to_layout: expected a layout, or a format"),
-        (
-            {"format": "q8_0", "verify": True},
-            "verify: expected none with a format, for which rows do not move",
-        ),
-        ({"format": "ort_int8"}, "scale: expected a number"),
-        ({"format": "float32", "from_layout": "| b kv n h c"}, "from_format: expected the format of codes"),
-    ],
-)
-def test_refused(how, message):
-    arrays = {"cache": np.zeros((1, 2, 4, 1, 34), np.uint8 if "from_layout" in how else np.float32)}
-    with pytest.raises(KvkitError, match=message):
-        convert(arrays, None, **{"from_layout": "| b kv n h c"} | how)

@@ -171,20 +171,12 @@ def test_what_is_refused(message):
 
 
 def test_files_that_are_no_model(tmp_path):
-    for name, content in (
-        ("a.gguf", b"GGUF\3\0\0\0"),
-        ("b.json", b"{"),
-        ("c.json", b"[]"),
-        ("d", gguf()[:-3]),
-    ):
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(KvkitError, match=name):
-            size(tmp_path / name)
+    (tmp_path / "short").write_bytes(gguf()[:-3])
+    with pytest.raises(KvkitError, match="short: "):
+        size(tmp_path / "short")
     np.savez(tmp_path / "cache.npz", cache=np.zeros(3))
     with pytest.raises(KvkitError, match=r"cache\.npz: neither .* it is a \.npz file .*kvkit inspect"):
         size(tmp_path / "cache.npz")
-    with pytest.raises(KvkitError, match="fit: expected a number of bytes"):
-        size(GPT_OSS, fit="much")
 
 
 @pytest.mark.parametrize(
@@ -196,24 +188,11 @@ def test_lengths_as_people_write_them(text, tokens):
 
 
 @pytest.mark.parametrize(
-    "text", ["0", "-1", "k", "1.5", "0.0001k", "8G", "8kB", "9" * 30, 0, True, 1.5, [None]]
-)
-def test_what_is_no_length_is_refused(text):
-    with pytest.raises(KvkitError, match="tokens: expected"):
-        size(GPT_OSS, tokens=text)
-
-
-@pytest.mark.parametrize(
     ("text", "found"),
     [("24GiB", 24 * 2**30), ("24gb", 24 * 10**9), ("24 G", 24 * 2**30), ("1.5T", 3 * 2**39), ("512B", 512)],
 )
 def test_bytes_as_people_write_them(text, found):
     assert parse_bytes("fit", text) == found
-
-
-def test_a_number_without_a_unit_gets_the_line_that_works():
-    with pytest.raises(KvkitError, match=r"got '24' without one \(did you mean 24GiB\?\)"):
-        size(GPT_OSS, fit="24")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -238,17 +217,6 @@ def test_public_models_are_known_by_name(name):
 def test_names_of_models_are_read_as_people_write_them(tmp_path, monkeypatch):
     for name in ("meta-llama/Llama-3.1-8B-Instruct", "LLAMA-3.1-8B", "llama-3.1-8b"):
         assert size(name).caches[-1].tokens == 131072
-    with pytest.raises(
-        KvkitError, match=r"lama-3\.1-8: expected a file, a folder, or a model as llama-3.1-8b"
-    ):
-        size("lama-3.1-8")
-    with pytest.raises(KvkitError, match=r"config\.json: no such file: check the name"):
-        size(tmp_path)
-    (tmp_path / "empty.json").touch()
-    with pytest.raises(KvkitError, match=r"neither a config\.json nor a GGUF file: it is empty"):
-        size(tmp_path / "empty.json")
-    with pytest.raises(KvkitError, match="no such file: check the name"):
-        size("nothing.json")
     monkeypatch.chdir(tmp_path)  # a file of that name comes first
     (tmp_path / "llama-3.1-8b").write_text(json.dumps(transformer(1, 2, 8)))
     assert size("llama-3.1-8b").num_layers == 1
@@ -284,17 +252,6 @@ def test_a_quantized_cache_takes_so_much(name, residual, sink):
         assert found.bytes == cache.nbytes
 
 
-def test_options_without_an_effect_are_refused():
-    with pytest.raises(KvkitError, match="sink: expected None but for engine 'kvkit'"):
-        size(GPT_OSS, sink=3)
-    with pytest.raises(
-        KvkitError, match=r"format: expected .* which attention reads in place .* got 'mxfp4'"
-    ):
-        size(GPT_OSS, formats="mxfp4", engine="kvkit")
-    with pytest.raises(KvkitError, match="formats: expected floats for layers of kind latent"):
-        size(LATENT, formats="q8_0", engine="kvkit")
-
-
 @pytest.mark.transformers
 @pytest.mark.parametrize("kind", ["llama", "gpt_oss", "gemma3"])
 def test_a_cache_of_transformers_takes_so_much(kind):
@@ -322,12 +279,6 @@ def test_what_fits_beside_weights_and_before_the_last_position():
     assert size("gpt-oss-20b", fit="3GiB").notes[1:] == []
     assert size("gpt-oss-20b", tokens="128k").notes == []
     assert "131072" in size("gpt-oss-20b", tokens=131073).notes[0]
-    for keywords, message in (
-        ({"weights": "1GB"}, "weights: expected fit"),
-        ({"fit": "1GB", "weights": "2GB"}, "weights: expected at most the .* of fit, got 2GB"),
-    ):
-        with pytest.raises(KvkitError, match=message):
-            size("gpt-oss-20b", **keywords)
 
 
 def test_notes_say_which_of_the_named_contexts_fit():

@@ -261,9 +261,6 @@ def test_layers_are_numbered_and_whole(sides):
     del hybrid["past_key_values.7.value"]
     with pytest.raises(KvkitError, match=r"past_key_values\.7\.value: expected an array, as there is"):
         tools.inspect(hybrid)
-    many = {f"w{i}": np.zeros(3) for i in range(60)} | {"my_keys": np.zeros(3)}
-    with pytest.raises(KvkitError, match=r"got my_keys, w0, w1, w2, w3 and 56 more$"):
-        tools.study(many, "fp8")
 
 
 def test_cache_objects(sides):
@@ -307,43 +304,6 @@ def test_cache_objects_of_transformers(sides, tmp_path):
     cache.layers[1] = HQQQuantizedLayer()
     with pytest.raises(KvkitError, match=r"got a HQQQuantizedLayer, whose \.keys are only the last ones"):
         tools.study(cache, "fp8")
-
-
-POOL = np.zeros((3, 4, 8, 2), np.float32)
-
-
-@pytest.mark.parametrize(
-    ("arrays", "message"),
-    [
-        ({"key_cache": np.zeros((2, 3, 4, 5))}, "value_cache: expected an array, beside key_cache, got None"),
-        ({"cache": np.zeros((2, 3, 4, 5))}, "layout: expected a layout, as the file does not name one"),
-        ({"a": np.zeros(3)}, "source: expected an array 'cache' and its layout"),
-        ({"a": POOL, "b": POOL}, r"or their names \(keys='a' values='b', say\), got a, b$"),
-        ({"past": POOL}, r"or a pattern \(fused=past, say, and its layout\), got past$"),
-        (
-            {"key": np.ones((2, 3, 4), np.float32), "value": np.ones((2, 2, 4), np.float32)},
-            "^value: expected",
-        ),
-        (
-            {"key": np.zeros((2, 3, 4)), "value": np.zeros((2, 3, 4)), "layout": "| kv n h c"},
-            r"layout: expected a layout without an axis kv, as .* arrays of their own \('n h c', say\)",
-        ),
-        (
-            {"key_cache": POOL, "value_cache": POOL, "layout": "l | b n h c"},
-            r"got an array of float32 and shape \(4, 8, 2\) \(without a list of layers .* 'b n h c'\)$",
-        ),
-    ],
-)
-def test_what_is_no_cache_is_refused_by_its_name(arrays, message):
-    for tool in lambda: tools.study(arrays, "fp8"), lambda: tools.convert(arrays, None, to_layout="hf"):
-        with pytest.raises(KvkitError, match=message):
-            tool()
-
-
-def test_arrays_of_too_few_axes_are_refused():
-    key = np.zeros((2, 3, 4, 5), np.float32)
-    with pytest.raises(KvkitError, match=r"value: expected the axes .*, got an array of float32"):
-        tools.inspect({"key": key, "value": key.reshape(-1)})
 
 
 @pytest.mark.parametrize(

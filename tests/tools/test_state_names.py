@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 import kvkit
-from kvkit import KvkitError
 from kvkit.tools import check, convert, diff, inspect
 from kvkit.tools.state_names import COMPRESSOR_STATES, STATES, kind_of_state
 
@@ -154,31 +153,6 @@ def test_states_beside_a_layout(rng, tmp_path):
     turned = arrays["layers.0.recurrent_state"].swapaxes(-1, -2)
     assert np.array_equal(found["layers.0.recurrent_state"], turned)
     assert np.array_equal(found["cache.0.0"], keys)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"states": "KV"},
-            "from_states: expected the order of states, KV, VK, .*as no shape tells it, got No",
-        ),
-        ({"states": "kv", "from_states": "VK"}, "states: expected the order of states"),
-        ({"states": "KV", "from_states": "VK:tiled"}, "state_heads: expected KEY/VALUE"),
-        ({"states": "KV", "from_states": "VK:tiled", "state_heads": "4"}, "state_heads: expected KEY/VALUE"),
-        (
-            {"states": "KV", "from_states": "VK:tiled", "state_heads": "4/6"},
-            "state_heads: expected a multiple",
-        ),
-        ({"states": "KV", "from_states": "VK:tiled", "state_heads": "2/4"}, "state_heads: expected 6 heads"),
-        ({"state_heads": "2/6"}, "states: expected the order"),
-    ],
-)
-def test_unknown_orders_are_refused(options, message):
-    with pytest.raises(KvkitError, match=message):
-        convert({"recurrent_state": np.zeros((1, HV, D, D))}, None, **options)
-    with pytest.raises(KvkitError, match=r"states: expected arrays of states by name|state"):
-        convert({"router": np.zeros((1, 2))}, None, states="KV", from_states="VK")
 
 
 @pytest.mark.parametrize("made", ["KV", "VK"])

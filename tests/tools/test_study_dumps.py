@@ -9,7 +9,6 @@ import pytest
 from click.testing import CliRunner
 
 from kvkit import files, tools
-from kvkit.errors import KvkitError
 from kvkit_cli.main import main
 
 pytestmark = pytest.mark.cpu
@@ -149,14 +148,6 @@ def test_the_next_error_names_what_is_still_missing(tmp_path, sides):
     assert shown.exit_code == 0, shown.output
     wrong = CliRunner().invoke(main, ["study", str(other), "--bits", "5", "--queries", "state{l}"])
     assert "names like it: states0" in wrong.stderr
-
-
-def test_integers_that_are_no_floats_are_refused(tmp_path, rng):
-    """Codes and counters of 16 bits are not read as bfloat16."""
-    for codes in (rng.integers(0, 256, (LAYERS, TOKENS, HEADS, DIM)), rng.integers(0, 2**16, (2, 96, 2, 32))):
-        arrays = {"key": codes.astype(np.uint16), "value": codes.astype(np.uint16)}
-        with pytest.raises(KvkitError, match="uint16"):
-            tools.study(arrays, "fp8")
 
 
 def test_strides_and_wide_floats(sides):

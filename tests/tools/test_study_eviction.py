@@ -9,7 +9,6 @@ import pytest
 from click.testing import CliRunner
 
 from kvkit import Rope, eviction, formats, tools
-from kvkit.errors import KvkitError
 from kvkit.tools.readers import open_cache
 from kvkit.tools.studies import evicting, policies
 from kvkit.tools.studies.report import markdown
@@ -183,41 +182,6 @@ def test_without_queries(arrays):
     assert "keys" not in str(alone).split("\n\n")[3]  # kept tokens that are not coded have no errors
 
 
-WRONG = [  # what to evict, more arguments, the message
-    ("snapkv@50", {}, "^evict: expected a share above 0 and at most 1, as snapkv@0.5, got snapkv@50$"),
-    ("snapkv@half", {}, "^evict: expected a share above 0 and at most 1, as snapkv@0.5, got snapkv@half$"),
-    ("snapkv", {}, "^evict: expected a share of the tokens to keep, as snapkv@0.5, got snapkv$"),
-    ("snapk@0.5", {}, r"^evict: expected a scorer of tokens that .* got 'snapk' \(did you mean snapkv"),
-    ("quest@0.5", {}, "^evict: expected a scorer of tokens"),
-    ("snapkv(4)@0.5", {}, r"^evict: expected options as in snapkv\(window=32,pool=max\)@0.5, got"),
-    ("snapkv(width=4)@0.5", {}, r"^snapkv\(width=4\)@0.5, layer 0: snapkv: expected options among window"),
-    ("int4:g32", {}, "^evict: expected at least one SCORER@SHARE, as snapkv@0.5, beside schemes"),
-    ("knorm@0.5,knorm@0.5", {}, "^evict: expected each entry once"),
-    ("knorm@0.5,knorm@.5", {}, "^evict: expected each entry once"),
-    ("snapkv(window=32@0.5", {}, r"^evict: expected options as in snapkv\(window=32,pool=max\)@0.5, got"),
-    ("oracle(x=1)@0.5", {}, "^evict: expected oracle without options"),
-    ([np.array([1, 2])], {}, "^evict: expected SCORER@SHARE"),
-    ("nowhere.py:f@0.5", {}, "^scorer: expected a Python file and a function in it"),
-    ([object()], {}, "^evict: expected SCORER@SHARE"),
-    (5, {}, "^evict: expected a text or a sequence, .* got int 5$"),
-    ([(np.mean, "half")], {}, "^evict: expected a share above 0"),
-    ("knorm@0.5", {"budget": "duo"}, "^budget: expected .*pyramid"),
-    ("knorm@0.5", {"judge": 17}, "^judge: expected at most 16, the queries of the source, got 17$"),
-    ("tova@0.5", {"judge": 16}, "^tova@0.5, layer 0: query: expected queries before .* tova"),
-    ("expected@0.5", {}, "^expected@0.5, layer 0: rope: expected a value, which expected needs, got None$"),
-    ("kvzip@0.5", {}, "^kvzip@0.5, layer 0: weights: expected weights"),
-    ([(lambda *_: 1 / 0, 0.5)], {}, "scorer: expected a function that returns scores .*ZeroDivisionError"),
-    ([(lambda _, keys, *rest: keys[..., 0] * np.nan, 0.5)], {}, "scores: expected numbers, got nan"),
-    ([(lambda _, keys, *rest: keys[:, :, 1:, 0], 0.5)], {}, r"scores: expected shape \(1, 3, 36\)"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("evict", "options", "message"), WRONG)
-def test_what_is_no_policy(arrays, evict, options, message):
-    with pytest.raises(KvkitError, match=message):
-        tools.study(arrays, evict=evict, **options)
-
-
 def test_shares_have_all_their_digits():
     """Two shares that agree in six digits are two, and a share has one `random`, however it is written."""
     plan = policies.make_plan(None, [(np.mean, "0.5"), (np.mean, 1 / 3), "knorm@0.333333", "random@.5"])
@@ -255,24 +219,7 @@ def test_what_was_understood_of_queries(arrays):
             "the last 6 tokens, 18 heads; if they are 18 tokens and 6 heads, exchange axes 2 and 3 of query"
         )
     )
-    exchanged = arrays | {"query": arrays["query"].swapaxes(2, 3)}  # 16 heads, no multiple of 3
-    for work in ({"evict": "tova@0.5"}, {"schemes": "fp8"}):
-        with pytest.raises(
-            KvkitError, match=r"got query is not .*, but as transformers orders.*2 and 3 of query"
-        ):
-            tools.study(exchanged, **work)
     assert str(tools.study(wide, "fp8")).splitlines()[2].startswith("note: queries: the last 6 tokens")
-
-
-def test_queries_that_a_scorer_lacks(arrays):
-    del arrays["query"]
-    with pytest.raises(KvkitError, match=r"^snapkv@0.5, layer 0: query: expected queries before"):
-        tools.study(arrays, evict="snapkv@0.5")
-    arrays["key"][1, 3, 2, 1] = np.nan
-    with pytest.raises(
-        KvkitError, match="layer 1, keys: expected finite numbers, got NaN in head 2, token 3"
-    ):
-        tools.study(arrays, evict="knorm@0.5")
 
 
 def test_the_verb_and_its_report(arrays, tmp_path):

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from kvkit import tools
 from kvkit.cache import QuantizedCache
-from kvkit.errors import KvkitError
 from kvkit.formats.mixes import mix_named
 from kvkit.tools.studies import mixes, plots
 from kvkit.tools.studies.mixes import cheapest
@@ -214,33 +213,6 @@ def test_a_mix_goes_to_a_file_and_into_a_cache(arrays, tmp_path):
     for share in ("5%", "0.05"):
         ran = CliRunner().invoke(main, ["study", str(source), "--error", share, "--json"])
         assert json.loads(ran.stdout)["mix"]["target"] == "an error of 5 %", ran.output
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"bits": 2}, "bits: expected what a mix of these formats reaches: 3.00 bits at the least"),
-        ({"error": 1e-6}, "error: expected what a mix of these formats reaches: an error of"),
-        ({"bits": 4, "error": 0.1}, "bits: expected bits or an error, not both"),
-        ({"bits": 0}, "bits: expected a number above 0"),
-        ({"error": 5}, "error: expected a number below 1, as 0.05 for 5 %"),
-        ({"bits": 4, "evict": "knorm@0.5"}, "evict: expected None"),
-        ({"bits": 4, "schemes": "nvfp4,mxfp4"}, "schemes: expected formats that a QuantizedCache stores"),
-        ({"bits": 4, "judge": QUERIES}, "source: expected two queries or more of each sequence"),
-    ],
-)
-def test_refused(arrays, options, words):
-    with pytest.raises(KvkitError) as caught:
-        tools.study(arrays, **{"schemes": SCHEMES} | options)
-    assert words in str(caught.value)
-
-
-def test_sources_without_outputs_are_refused(arrays):
-    del arrays["query"]
-    with pytest.raises(KvkitError, match="source: expected queries, because a mix is chosen by the errors"):
-        tools.study(arrays, SCHEMES, bits=5)
-    with pytest.raises(KvkitError, match="study: expected bits or an error, for which it finds a mix"):
-        tools.study(arrays, SCHEMES).save_mix("mix.json")
 
 
 def test_judging_queries_measure_schemes_too(arrays):

@@ -133,7 +133,6 @@ def make(
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise KvkitError(f"{folder}: there is something already: give a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
     cases: list[dict[str, Any]] = []
     requested = [suite] if suite else list(SUITES) if operator else ["pmx"]
     known: dict[str, None] = {}  # the operators of the suites, in order
