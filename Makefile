@@ -2,7 +2,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint tests/constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint tests/constraints.txt
+# Python compiles what it imports, and keeps that here, whatever the environment says: tests start hundreds of processes.
+export PYTHONDONTWRITEBYTECODE :=
+export PYTHONPYCACHEPREFIX := $(abspath $(VENV))/bytecode
 
 .PHONY: demo demo-model test test-cuda test-model test-transformers test-dask test-peers test-dist test-docs test-all test-gpu
 .PHONY: docs lint bench bench-gpu dist clean
@@ -43,10 +46,8 @@ demo: $(VENV)/kvkit
 demo-model: $(VENV)/kvkit.data $(VENV)/smollm2
 	$(BIN)/python examples/smollm2.py --cache int4 --prompt "Why is the sky blue?" --max-new-tokens 64
 
-# Tests run in a process for each core; a thread that waits gives its core up (OMP_WAIT_POLICY). Bytecode is kept
-# beside the packages, whatever the environment says, because the tests start hundreds of processes.
-KEPT := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(abspath $(VENV))/bytecode
-PYTEST := $(KEPT) OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --dist worksteal
+# Tests run in a process for each core; a thread that waits gives its core up (OMP_WAIT_POLICY).
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --dist worksteal
 
 # Test what runs on a CPU, and the numbers of kvkit_cuda in the CUDA simulator, in processes of its own.
 test: $(VENV)/kvkit.test
@@ -117,7 +118,7 @@ test-all: $(EVERYTHING:%=$(VENV)/kvkit.%) $(VENV)/smollm2
 	$(PYTEST) --backend stand_in -m "not perf"
 	$(PYTEST) --backend simulator -m "not perf"
 	$(PYTEST) --thorough --cov --cov-report=term -m "not site and not perf"
-	$(KEPT) $(BIN)/python -m pytest -m perf
+	$(BIN)/python -m pytest -m perf
 
 # Test on a GPU. SANITIZER="compute-sanitizer --error-exitcode 1" looks for wrong accesses too.
 test-gpu: $(VENV)/kvkit.test $(VENV)/kvkit.test-cuda
