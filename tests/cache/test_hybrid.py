@@ -71,6 +71,7 @@ def test_a_state_goes_back_to_checkpoints_and_can_names_them(cache):
     assert "in the middle" in cache.can("remove", 2, 4)
     assert "rows" in cache.can("retain", [1])
     assert cache.can("remove", 11) is cache.can("remove", 3, 3) is cache.can("flatten") is None
+    assert state.can("remove", 9, 11) is None  # to the end, by its number
     assert (cache.get_seq_length(3), cache.get_seq_length(1)) == (11, 11)
     state.remove(9)
     assert (state.get_seq_length(), seen(state), state.checkpoints) == (9, [9, 9], [5, 9])

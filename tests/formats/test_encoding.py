@@ -391,3 +391,8 @@ def test_the_best_scale_is_searched_for_any_table(rng, code):
         format = replace(NAMED["iq4_nl"], code=code, rule=rule)
         errors[rule] = (x * x * (x - decode(encode(x, format), format)) ** 2).sum()  # what a search lessens
     assert errors["ggml_searched"] < errors["ggml_signed"]
+
+
+def test_a_minimum_of_minus_zero_is_zero():
+    x = np.where(np.arange(32) < 31, F32(-0.0), F32(1))[None]
+    assert not np.signbit(encode(x, "uint8")["minimum"]).any()

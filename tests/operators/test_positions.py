@@ -213,6 +213,17 @@ def test_dynamic_scaling_begins_beyond_the_limit(backend):
     assert (got == plain).all(axis=(1, 2, 3)).tolist() == [False, True]
 
 
+@pytest.mark.cpu
+def test_a_call_of_the_same_form_may_have_other_sequences():
+    x, run = np.ones((3, 1, 8), np.float32), kvkit.dynamic_batching.rotary_position_embedding
+    two, three = ([run(x, x, *steps, None)[0] for _ in range(2)] for steps in (
+        ([0, 1, 3], [4, 9]), ([0, 1, 2, 3], [4, 9, 2])))  # fmt: skip
+    assert_same(two[0], two[1])
+    assert_same(three[0], three[1])
+    assert_same(two[0][:2], three[0][:2])
+    assert (two[0][2] != three[0][2]).any()
+
+
 @kinds
 @formats
 @pytest.mark.parametrize(

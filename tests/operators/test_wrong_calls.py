@@ -188,9 +188,9 @@ TABLE = [
     # Ascend: caches in blocks
     (BLOCKS, ("key", "value"), each(cast(np.int8), "key"), each(cast(np.int8), "value")),
     (BLOCKS, "key", each(part(np.s_[:], np.s_[:0]), "key"), each(part(..., np.s_[:0]), "key")),
-    (BLOCKS, "value", each(part(np.s_[:], np.s_[:0]), "value"), each(part(..., np.s_[:0]), "value"),
-     *given("value", None)),
-    (BLOCKS, "value_cache", *given("value_cache", None)),
+    (BLOCKS, "value", each(part(np.s_[:], np.s_[:0]), "value"), each(part(..., np.s_[:0]), "value")),
+    (BLOCKS, "value: expected an array, because value_cache is one", *given("value", None)),
+    (BLOCKS, "value_cache: expected an array, because value is one", *given("value_cache", None)),
     (("blocks nd", "blocks nz"), "wins", *given("wins", np.full(4, 2))),
     (("blocks nd", "blocks nz"), "seq_lens", *given("seq_lens", np.array([4, 3]))),
     (("blocks nd", "blocks nz", "blocks kvhead"), "offset_index", *given("offset_index", np.full(4, -1))),

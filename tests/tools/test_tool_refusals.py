@@ -21,6 +21,7 @@ PLAIN = {"key": KEY, "value": VALUE}
 LATENT = np.ones((2, 40, 576), np.float32)
 POOL, CODES = np.zeros((3, 4, 8, 2), np.float32), np.zeros((1, 2, 5, 2, 64), np.int8)
 ZEROS, ONES, STATE = {"x": np.zeros(2)}, {"x": np.ones(2)}, {"recurrent_state": np.zeros((1, 6, 4, 4))}
+ROWS_OF_PAGES = {"kv_indptr": [0, 2, 3], "kv_indices": [5, 2, 7], "kv_last_page_len": [3, 2]}
 JOINED = {"cache": [[np.zeros((1, 2, 5, 8), np.float16)] * 2], "slots": np.arange(4)}
 TABLE, OPENVINO = tables.from_blocks([[1]], [4], 4), openvino_blocks.written("u8")
 MIXED = "int2:g16,int4:g16,int8:g16"
@@ -105,6 +106,9 @@ REFUSED = [
     (r"value: expected the axes .*, got an array of float32", call(tools.inspect, FLAT)),
     (r"got my_keys, w0, w1, w2, w3 and 56 more$",
      study("fp8", {f"w{i}": np.zeros(3) for i in range(60)} | {"my_keys": np.zeros(3)})),
+    (r"^compressed rows, page 0 of sequence 1: expected a page of the pool, 0 to 5 \(see .*, got 7$",
+     study("fp8", {"cache": [np.zeros((6, 2, 4, 2, 16), np.float32)], "layout": "l | b kv n h c"}
+           | ROWS_OF_PAGES)),
     ("format: expected the format of codes, as the file does not name it, got int8",
      call(open_cache, {"cache": CODES}, "| l kv n h c")),
     ("format: expected a format that encodes each token by itself",

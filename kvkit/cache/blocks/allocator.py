@@ -201,7 +201,6 @@ class BlockAllocator:
             self._keep_pages(seq)
             del seq._ids[ID_BYTES * kept :], seq._chain[1 + kept // self.page_size :]
 
-    @whole_or_refused
     def _rearrange(self, sequences: Collection[Sequence], plan: Rearrangement, ropes: list[Any]) -> None:
         """Remove and move tokens of sequences that have equal positions. After an error none has changed.
 
@@ -225,7 +224,6 @@ class BlockAllocator:
         self._pool.release(dropped)
         self._apply(layouts, plan)
 
-    @whole_or_refused
     def _join(self, seq: Sequence, other: Sequence, row: int, plan: Rearrangement, ropes: list[Any]) -> None:
         """Put the tokens of `other` before token number `row` of `seq`. Both share the blocks of `other`.
 

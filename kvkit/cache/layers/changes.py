@@ -1,8 +1,9 @@
 """Make a change of a layer whole or not at all, also if an interrupt or the end of memory comes inside it.
 
 A change works on attributes, and on new arrays or on rows that no token has yet. If it raises, all attributes
-get their old values in one step. A change that must overwrite rows of tokens says so first (`overwrites`). If
-that raises, the rows are lost, and the layer refuses every later call with a sentence until `reset`.
+get their old values in one step; a change that ends with its only assignment needs no guard. A change that
+must overwrite rows of tokens says so first (`overwrites`). If that raises, the rows are lost, and the layer
+refuses every later call with a sentence until `reset`.
 """
 
 from __future__ import annotations

@@ -139,7 +139,6 @@ class CompressedLayer(Layer):
         return self.ratio * (2 if self.index_dim else 1)
 
     @one_call_at_a_time
-    @whole
     def set_weights(
         self,
         compressor: tuple[Array, Array],
@@ -171,8 +170,8 @@ class CompressedLayer(Layer):
                 checked_format(f"{name}[{i}]", array, FLOATS, 2 - i)
         if rope is not None:
             check_rotation(rope)
-            self.rope = rope
-        self.weights = tuple(PoolingWeights(*pair) for _, pair, _ in pairs)
+        weights = tuple(PoolingWeights(*pair) for _, pair, _ in pairs)
+        self.rope, self.weights = self.rope if rope is None else rope, weights
 
     # Adding tokens
 
@@ -338,7 +337,6 @@ class CompressedLayer(Layer):
         return max(0, length - self.near + 1)
 
     @one_call_at_a_time
-    @whole
     def reserve(self, query_length: SupportsIndex) -> None:
         """Make room for the rows of `query_length` more tokens."""
         length = self.span.length + integer("query_length", query_length, 0)
@@ -350,7 +348,6 @@ class CompressedLayer(Layer):
             self._set_store(store, self.span)
 
     @one_call_at_a_time
-    @whole
     def _release_undo(self) -> None:
         """Move the window to a smaller ring, if the last update needed a large one."""
         span = self.span
@@ -547,7 +544,6 @@ class CompressedLayer(Layer):
         return left
 
     @one_call_at_a_time
-    @whole
     def crop(self, length: int) -> None:
         """Drop the last tokens: drafts, recorded ones, or all.
 

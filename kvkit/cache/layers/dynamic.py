@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvkit.cache.base import one_call_at_a_time
-from kvkit.cache.layers.changes import LostRows, whole
+from kvkit.cache.layers.changes import LostRows
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.layers.positions import Rearrangement
 from kvkit.cache.stores.memory import Geometry
@@ -33,7 +33,6 @@ class DynamicLayer(Layer):
     """
 
     @one_call_at_a_time
-    @whole
     def _trim(self) -> None:
         """Move to a store with room for a sixteenth more tokens, if the present one has more room."""
         if self.store is not None:
@@ -116,7 +115,6 @@ class StaticLayer(Layer):
             self._free_rows(first, end)
 
     @one_call_at_a_time
-    @whole
     def reset(self) -> None:
         """Remove all tokens. The memory stays, filled with zeros; so do dtype and shape."""
         if isinstance(self.store, LostRows):

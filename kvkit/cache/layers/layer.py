@@ -94,8 +94,8 @@ class Layer(BaseLayer):
         self.store = self.span = LostRows(self.name)
 
     def _set_store(self, store: Any, span: Span) -> None:
-        self.store, self.span = store, span
         self._attention.forget()
+        self.store, self.span = store, span
 
     def __repr__(self) -> str:
         if isinstance(self.store, LostRows):
@@ -165,7 +165,6 @@ class Layer(BaseLayer):
         self._make_room(geometry, max(end, start + new), self.span.oldest)
         if start < self.span.length:  # new tokens replace some
             key_states, value_states = (self._unshared(side) for side in (key_states, value_states))
-            self._overwrites()
             if self._row_positions is not None:
                 self._row_positions = self._row_positions.first(start)
             self._shorten(self.span.cropped(start, 0))
@@ -228,7 +227,6 @@ class Layer(BaseLayer):
             self.store.commit(self)
 
     @one_call_at_a_time
-    @whole
     def reserve(self, query_length: SupportsIndex) -> None:
         """Make room for `query_length` more tokens, so that their update cannot fail for lack of it."""
         new, length = integer("query_length", query_length, 0), self.span.length

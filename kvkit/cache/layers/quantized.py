@@ -132,7 +132,6 @@ class QuantizedLayer(Layer):
         self.store = store  # only now, because `make_room` may fail
 
     @one_call_at_a_time
-    @whole
     def _trim(self) -> None:
         """Move codes in memory to arrays without room for removed tokens."""
         if self.store is not None:

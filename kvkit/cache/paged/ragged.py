@@ -396,7 +396,6 @@ class RaggedLayer(Layer):
         return requests.length_after_crop(length, self.get_seq_length())
 
     @one_call_at_a_time
-    @whole
     def crop(self, length: int) -> None:
         self._rearrange(self._plan("remove", self._length_after_crop(length)))
 
