@@ -40,13 +40,14 @@ def visible_keys(n: int, m: int, i: int, causal: bool, window: tuple[int, int]) 
 
 def softmax(scores: Array, sink: Any) -> tuple[Array, float]:
     """Return (weights, log-sum-exp). A sink is one more score, whose weight is not returned."""
-    m = max(scores if sink is None else [*scores, sink], default=-math.inf)
+    m = max(scores.max(initial=-math.inf), -math.inf if sink is None else sink)
     if m == -math.inf:
         return np.zeros_like(scores), -math.inf
     if sink == math.inf:  # the sink takes all weight
         return np.zeros_like(scores), math.inf
-    total = np.exp(scores - m).sum() + (0 if sink is None else math.exp(float(sink) - float(m)))
-    return np.exp(scores - m) / total, float(m) + math.log(total)
+    p = np.exp(scores - m)
+    total = p.sum() + (0 if sink is None else math.exp(float(sink) - float(m)))
+    return p / total, float(m) + math.log(total)
 
 
 def attend_sequence(
@@ -66,6 +67,7 @@ def attend_sequence(
     (n, heads, dim), m = query.shape, key.shape[0]
     factor = 1 / math.sqrt(dim) if softmax_scale is None else softmax_scale
     output, lse = np.zeros((n, heads, value.shape[2]), work), np.zeros((n, heads), np.float64)
+    keys, values = ([x[:, h].astype(work) for h in range(x.shape[1])] for x in (key, value))
     for i, h in np.ndindex(n, heads):
         seen, bias = visible_keys(n, m, i, causal, window), np.zeros(m, work)
         if mask is not None:
@@ -78,7 +80,7 @@ def attend_sequence(
         if slopes is not None:
             bias = bias - work(slopes[h]) * abs(np.arange(m) - (m - n + i)).astype(work)
         kv_head = h // (heads // key.shape[1])
-        q, k, v = query[i, h].astype(work), key[seen, kv_head].astype(work), value[seen, kv_head].astype(work)
+        q, k, v = query[i, h].astype(work), keys[kv_head][seen], values[kv_head][seen]
         s = rounded(k @ q * work(factor))
         if softcap > 0:
             s = rounded(work(softcap) * np.tanh(s / work(softcap)))

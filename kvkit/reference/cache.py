@@ -18,9 +18,9 @@ CACHE_ATTRIBUTES = (
 )  # fmt: skip
 
 
-def head_view(array: Array, layout: str, **index: int) -> Array:
-    """Return a view of one head of one token; `index` has an integer for each axis but the last."""
-    return array[tuple(index[axis] for axis in layout.split()[:-1])]
+def place(layout: str, **index: Any) -> tuple[Any, ...]:
+    """Return the index of [n, h, c] in a cache of this layout, for rows n and numbers of the other axes."""
+    return tuple(index.get(axis, slice(None)) for axis in layout.split())
 
 
 def cache_row(cachestarts: Array, b: int, t: int, cache_mode: int, page_size: int) -> int:
@@ -36,57 +36,57 @@ def divide(a: Any, b: Any, dtype: np.dtype) -> Array:
         return (np.asarray(a, np.float32) / np.asarray(b, np.float32)).astype(dtype)
 
 
-def quantize_head(x: Array, bits: int, group: int) -> tuple[Array, Array]:
-    """Return (codes, int8 [elements]; scales of the dtype of x [groups])."""
+def quantize_heads(x: Array, bits: int, group: int) -> tuple[Array, Array]:
+    """Return (codes, int8 [.., elements]; scales of the dtype of x [.., groups])."""
     largest = LARGEST_CODE[bits]
-    groups = x.reshape(-1, group).astype(np.float32)
-    scale = divide(np.abs(groups).max(axis=1), largest, x.dtype)
+    groups = x.reshape(*x.shape[:-1], x.shape[-1] // group, group).astype(np.float32)
+    scale = divide(np.abs(groups).max(axis=-1), largest, x.dtype)
     scale = np.maximum(scale, np.float32(1e-5).astype(x.dtype))
-    quotient = divide(groups, scale[:, None], x.dtype)
+    quotient = divide(groups, scale[..., None], x.dtype)
     codes = np.clip(np.rint(quotient.astype(np.float32)), -largest, largest)
     with np.errstate(all="ignore"):
-        return codes.astype(np.int8).reshape(-1), scale
+        return codes.astype(np.int8).reshape(x.shape), scale
 
 
-def dequantize_head(codes: Array, scale: Array, group: int, dtype: np.dtype) -> Array:
-    """Return the elements code * scale."""
+def dequantize_heads(codes: Array, scale: Array, group: int, dtype: np.dtype) -> Array:
+    """Return the elements code * scale of codes [.., elements] and scales [.., groups]."""
     with np.errstate(all="ignore"):
-        product = codes.reshape(-1, group).astype(np.float32) * scale.astype(np.float32)[:, None]
-        return product.astype(scale.dtype).astype(dtype).reshape(-1)
+        groups = codes.reshape(*scale.shape, group).astype(np.float32)
+        product = groups * scale.astype(np.float32)[..., None]
+        return product.astype(scale.dtype).astype(dtype).reshape(codes.shape)
 
 
 def pack_int4(codes: Array) -> Array:
     """Return bytes of two codes each: the element of even index is in the low nibble."""
-    pairs = [(int(codes[2 * k]), int(codes[2 * k + 1])) for k in range(len(codes) // 2)]
-    return np.array([(low & 15) | ((high & 15) << 4) for low, high in pairs], np.uint8)
+    nibbles = codes.astype(np.uint8) & 15
+    return nibbles[..., ::2] | (nibbles[..., 1::2] << 4)
 
 
 def unpack_int4(packed: Array) -> Array:
     """Return the two codes, int8, of each byte."""
-    codes = []
-    for byte in packed:
-        for nibble in (int(byte) & 15, (int(byte) >> 4) & 15):
-            codes.append(nibble - 16 if nibble >= 8 else nibble)
-    return np.array(codes, np.int8)
+    pairs = np.stack([packed.view(np.uint8) & 15, packed.view(np.uint8) >> 4], axis=-1)
+    nibbles = pairs.reshape(*packed.shape[:-1], 2 * packed.shape[-1]).astype(np.int8)
+    return np.where(nibbles >= 8, nibbles - 16, nibbles)
 
 
-def store_head(x: Array, stored: Array, scale: Any, bits: int, group: int) -> None:
-    """Write one head of one token into its place in the cache: as it is if `bits` is 0, or as codes."""
+def store_heads(x: Array, cache: Array, scale: Any, at: Any, bits: int, group: int) -> None:
+    """Write heads to the index `at` of a cache: as they are if `bits` is 0, or as codes."""
     with np.errstate(all="ignore"):
         if bits == 0:
-            stored[:] = x.astype(stored.dtype)
+            cache[at] = x.astype(cache.dtype)
             return
-        codes, scales = quantize_head(x, bits, group)
-        stored[:] = codes if bits == 8 else pack_int4(codes).view(stored.dtype)
-        scale[:] = scales.astype(scale.dtype)
+        codes, scales = quantize_heads(x, bits, group)
+        cache[at] = codes if bits == 8 else pack_int4(codes).view(cache.dtype)
+        scale[at] = scales.astype(scale.dtype)
 
 
-def load_head(stored: Array, scale: Any, bits: int, group: int, dtype: np.dtype) -> Array:
-    """Read one head of one token from its place in the cache."""
+def load_heads(cache: Array, scale: Any, at: Any, bits: int, group: int, dtype: np.dtype) -> Array:
+    """Read heads from the index `at` of a cache."""
     if bits == 0:
         with np.errstate(all="ignore"):
-            return stored.astype(dtype)
-    return dequantize_head(stored if bits == 8 else unpack_int4(stored), scale, group, dtype)
+            return cache[at].astype(dtype)
+    codes = cache[at] if bits == 8 else unpack_int4(cache[at])
+    return dequantize_heads(codes, scale[at], group, dtype)
 
 
 def key_value_cache(
@@ -97,18 +97,14 @@ def key_value_cache(
     """Append to a static cache; return (key, value) of all positions."""
     batch, new, heads, dim = current_key.shape
     past = int(np.asarray(start_pos).reshape(-1)[0])
-    layout = STATIC_LAYOUTS[cache_layout]
-
-    def place(kv: int, b: int, t: int, h: int) -> tuple[Array, Any]:
-        index = {"b": b, "l": layer_idx, "kv": kv, "n": t, "h": h}
-        return head_view(cache, layout, **index), head_view(scale, layout, **index) if quant_bit else None
-
-    for kv, current in enumerate((current_key, current_value)):
-        for b, i, h in np.ndindex(batch, new, heads):
-            store_head(current[b, i, h], *place(kv, b, past + i, h), quant_bit, quant_group)
+    layout, stored = STATIC_LAYOUTS[cache_layout], (quant_bit, quant_group)
     out = np.zeros((2, batch, past + new, heads * num_repeat, dim), current_key.dtype)
-    for kv, b, t, h in np.ndindex(*out.shape[:-1]):
-        out[kv, b, t, h] = load_head(*place(kv, b, t, h // num_repeat), quant_bit, quant_group, out.dtype)
+    for kv, b in np.ndindex(2, batch):
+        index: dict[str, Any] = {"b": b, "l": layer_idx, "kv": kv}
+        at = place(layout, **index, n=past + np.arange(new))
+        store_heads((current_key, current_value)[kv][b], cache, scale, at, *stored)
+        at = place(layout, **index, n=np.arange(past + new))
+        out[kv, b] = np.repeat(load_heads(cache, scale, at, *stored, out.dtype), num_repeat, axis=1)
     return out[0], out[1]
 
 
@@ -121,21 +117,18 @@ def dynamic_key_value_cache(
     """Append packed sequences to a dynamic cache; return (key, value) of all positions, packed."""
     heads, dim = current_key.shape[1:]
     starts, key_starts, past = ([int(x) for x in index] for index in (seqstarts, kvstarts, start_pos))
-    layout = DYNAMIC_LAYOUTS[cache_layout]
+    layout, stored = DYNAMIC_LAYOUTS[cache_layout], (quant_bit, quant_group)
 
-    def place(kv: int, b: int, t: int, h: int) -> tuple[Array, Any]:
-        row = cache_row(cachestarts, b, t, cache_mode, page_size)
-        index = {"l": layer_idx, "kv": kv, "n": row, "h": h}
-        return head_view(cache, layout, **index), head_view(scale, layout, **index) if quant_bit else None
+    def places(kv: int, b: int, positions: range) -> tuple[Any, ...]:
+        rows = [cache_row(cachestarts, b, t, cache_mode, page_size) for t in positions]
+        return place(layout, l=layer_idx, kv=kv, n=np.array(rows, np.int64))
 
-    for kv, current in enumerate((current_key, current_value)):
-        for b in range(len(past)):
-            for i, h in np.ndindex(starts[b + 1] - starts[b], heads):
-                x = current[starts[b] + i, h]
-                store_head(x, *place(kv, b, past[b] + i, h), quant_bit, quant_group)
+    for kv, b in np.ndindex(2, len(past)):
+        x = (current_key, current_value)[kv][starts[b] : starts[b + 1]]
+        store_heads(x, cache, scale, places(kv, b, range(past[b], past[b] + len(x))), *stored)
     out = np.zeros((2, key_starts[-1], heads * num_repeat, dim), current_key.dtype)
     for kv, b in np.ndindex(2, len(past)):
-        for t, h in np.ndindex(key_starts[b + 1] - key_starts[b], heads * num_repeat):
-            at = key_starts[b] + t
-            out[kv, at, h] = load_head(*place(kv, b, t, h // num_repeat), quant_bit, quant_group, out.dtype)
+        tokens = slice(key_starts[b], key_starts[b + 1])
+        at = places(kv, b, range(tokens.stop - tokens.start))
+        out[kv, tokens] = np.repeat(load_heads(cache, scale, at, *stored, out.dtype), num_repeat, axis=1)
     return out[0], out[1]

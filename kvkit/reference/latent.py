@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy import ndarray as Array
 
@@ -15,12 +16,10 @@ __all__ = ["indexer_scores", "mla_absorb", "mla_append", "mla_attention", "mla_e
 BODY, TOKEN = 576, 584  # bytes of a token without its scales, and with them
 
 
-def row_of_bytes(codes: Array, scales: list[float], group: int, tail: Array) -> list[float]:
+def row_of_bytes(codes: Array, scales: Any, group: int, tail: Array) -> Array:
     """Return a row: e4m3 codes times the scale of their group, then bfloat16 numbers."""
-    row = [TABLES["e4m3"][code] * scales[i // group] for i, code in enumerate(codes)]
-    for i in range(0, len(tail), 2):  # a bfloat16 number is the upper half of a float32
-        row.append(float(np.array([0, 0, tail[i], tail[i + 1]], np.uint8).view(np.float32)[0]))
-    return row
+    row = np.array(TABLES["e4m3"])[codes] * np.repeat(scales, group)
+    return np.append(row, tail.copy().view(ml_dtypes.bfloat16).astype(np.float64))
 
 
 def row_at(pool: Array, rope: Any, slot: int, format: str | None) -> Array:
@@ -34,11 +33,11 @@ def row_at(pool: Array, rope: Any, slot: int, format: str | None) -> Array:
         block = pool.view(np.uint8)
         body = block[slot // page, slot % page * BODY :][:BODY]
         exponents = block[slot // page, page * BODY + slot % page * 8 :][:7]
-        scales = [2.0 ** (int(exponent) - 127) for exponent in exponents]
-        return np.array([row_of_bytes(body[:448], scales, 64, body[448:])])
+        scales = 2.0 ** (exponents.astype(int) - 127)
+        return row_of_bytes(body[:448], scales, 64, body[448:])[None]
     row = pool.view(np.uint8)[slot // page, slot % page].reshape(-1)
-    scales = [float(scale) for scale in row[512:528].copy().view(np.float32)]
-    return np.array([row_of_bytes(row[:512], scales, 128, row[528:])])
+    scales = row[512:528].copy().view(np.float32).astype(np.float64)
+    return row_of_bytes(row[:512], scales, 128, row[528:])[None]
 
 
 def page_of(pool: Array, format: str | None) -> int:
@@ -158,13 +157,14 @@ def indexer_scores(
     page, factor = keys.shape[1], query.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
     scores = np.full((len(query), max(map(int, context_lens), default=0)), -np.inf)
     for b, length in enumerate(context_lens):
+        places = [(block_tables[b][s // page], s % page) for s in range(int(length))]
+        scales = [1.0 if key_scale is None else float(key_scale[at]) for at in places]
+        context = [keys[at].astype(np.float64) * scale for at, scale in zip(places, scales, strict=True)]
         for token in range(starts[b], starts[b + 1]):
             visible = int(length) - (starts[b + 1] - token) + 1  # the last query sees the whole context
+            q, w = query[token].astype(np.float64), weights[token].astype(np.float64)
             for s in range(visible):
-                at = block_tables[b][s // page], s % page
-                key = keys[at].astype(np.float64) * (1 if key_scale is None else float(key_scale[at]))
-                products = query[token].astype(np.float64) @ key * factor
-                scores[token, s] = weights[token].astype(np.float64) @ np.maximum(products, 0)
+                scores[token, s] = w @ np.maximum(q @ context[s] * factor, 0)
     return scores
 
 

@@ -114,7 +114,8 @@ def seen(cache):
     """Return what a refused call, and a question, may not change."""
     names = "stored_tokens", "nbytes", "positions", "rope_shifts"
     rows = [
-        [layer.get_seq_length(), *(str(getattr(layer, name)) for name in names)] for layer in cache.layers
+        [layer.get_seq_length(), *(np.asarray(getattr(layer, name)).tolist() for name in names)]
+        for layer in cache.layers
     ]
     stored = [layer.keys for layer in cache.layers]
     return rows, [None if keys is None else np.asarray(keys).tobytes() for keys in stored]

@@ -187,8 +187,18 @@ def outcome_or_refusal(cache):
         return str(refusal)
 
 
-def interrupted(call, cache, line=0, error=None):
-    """Raise an error at a line of kvkit's code, if a call comes so far; return the lines that it came to."""
+@functools.cache
+def in_package(path):
+    return path.startswith(ROOT) and not path.endswith("/locks.py")
+
+
+@functools.cache
+def changes(path):
+    return path.startswith(CACHE) and not PURE.search(path)
+
+
+def interrupted(call, cache, line=0, error=None, counts=changes):
+    """Raise an error at a line, if a call comes so far; return the lines of files that count."""
     lines = []
 
     def at_line(frame, event, argument):
@@ -199,7 +209,7 @@ def interrupted(call, cache, line=0, error=None):
         return at_line
 
     before = sys.gettrace()
-    sys.settrace(lambda frame, event, argument: at_line if in_package(frame) else None)
+    sys.settrace(lambda frame, event, argument: at_line if counts(frame.f_code.co_filename) else None)
     try:
         call(cache)
     except (*ERRORS, ReadError):
@@ -230,7 +240,7 @@ def lines_of(call):
     for kind in EVERY:
         if legal(kind, call) is not None and (call, kind) != ONE_LAYER:
             lines = interrupted((CALLS | READS)[call], filled(kind, False))
-            last[kind] = {place: i for i, place in enumerate(lines, 1) if changes(place[0].co_filename)}
+            last[kind] = {place: i for i, place in enumerate(lines, 1)}
             for place in last[kind]:
                 kinds[place].append(kind)
             tried[kind], work[kind] = [], 0
@@ -242,15 +252,6 @@ def lines_of(call):
         places = sorted(last["mixed"].values())
         tried["mixed"] += places[:: -(-len(places) // MIXED)]
     return tried
-
-
-def changes(path):
-    return path.startswith(CACHE) and not PURE.search(path)
-
-
-def in_package(frame):
-    name = frame.f_code.co_filename
-    return name.startswith(ROOT) and "/locks.py" not in name
 
 
 @functools.cache
@@ -272,12 +273,12 @@ def legal(kind, call):
     return (unchanged(kind), outcome(after)) if call in CALLS else (unchanged(kind),)
 
 
-def check_lines(kind, call, files, error, numbers):
+def check_lines(kind, call, files, error, numbers, counts=changes):
     """Raise at lines of a call: the cache is old or new or refused; after a call that reads it is old."""
     outcomes = legal(kind, call)
     for line in numbers:
         cache = filled(kind, files)
-        if len(interrupted((CALLS | READS)[call], cache, line, error)) < line:
+        if len(interrupted((CALLS | READS)[call], cache, line, error, counts)) < line:
             break
         found = outcome_or_refusal(cache)
         if isinstance(found, str):
@@ -330,7 +331,7 @@ def test_an_error_at_each_line_of_a_call_in_one_kind(call):
 def test_an_error_at_every_line_of_a_call(kind, call, files, error):
     if legal(kind, call) is None or (call, kind) == ONE_LAYER:
         pytest.skip("refused")
-    check_lines(kind, call, files, error, itertools.count(1))
+    check_lines(kind, call, files, error, itertools.count(1), in_package)
 
 
 def recording():
@@ -421,11 +422,11 @@ def two_sequences():
 def test_an_error_at_each_line_of_a_call_of_blocks(call):
     """Blocks are as before the call or after it, or are refused."""
     after = copy.deepcopy(two_sequences())
-    lines = interrupted(BLOCK_CALLS[call], after)
+    lines = interrupted(BLOCK_CALLS[call], after, counts=in_package)
     outcomes = [state(blocks, blocks.seq, blocks.other) for blocks in (two_sequences(), after)]
     for line in range(1, len(lines) + 1):
         blocks = copy.deepcopy(two_sequences())
-        interrupted(BLOCK_CALLS[call], blocks, line, KeyboardInterrupt)
+        interrupted(BLOCK_CALLS[call], blocks, line, KeyboardInterrupt, in_package)
         if blocks._guard.interrupted:
             for later in BLOCK_CALLS.values():
                 with pytest.raises(KvkitError, match=REFUSAL):

@@ -47,8 +47,8 @@ def test_updates_give_all_tokens_back(layout, bit, rng):
 
 
 def stored(head):
-    codes, scales = reference.quantize_head(head, 8, 8)
-    return reference.dequantize_head(codes, scales.astype(np.float16), 8, np.dtype(np.float32))
+    codes, scales = reference.quantize_heads(head, 8, 8)
+    return reference.dequantize_heads(codes, scales.astype(np.float16), 8, np.dtype(np.float32))
 
 
 SCALES = {"sides": [0.01, 0.02], "heads": [[[0.01, 0.02], [0.03, 0.04]]]}

@@ -36,8 +36,8 @@ def stored(head, bit):
     exact = np.frombuffer(head, np.float32)
     if not bit:
         return exact
-    codes, scales = reference.quantize_head(exact, bit, 8)
-    return reference.dequantize_head(codes, scales.astype(np.float16), 8, np.dtype(np.float32))
+    codes, scales = reference.quantize_heads(exact, bit, 8)
+    return reference.dequantize_heads(codes, scales.astype(np.float16), 8, np.dtype(np.float32))
 
 
 class Paged(RuleBasedStateMachine):

@@ -71,12 +71,9 @@ def stored(formats, x, plain):
 
 def oracle(formats, x):
     with np.errstate(all="ignore"):
-        codes, scale = reference.quantize_head(x.reshape(-1), formats.bit, formats.group)
+        codes, scale = reference.quantize_heads(x, formats.bit, formats.group)
         scale = scale.astype(DTYPES[formats.t3])
-    if formats.bit == 4:
-        pairs = codes.view(np.uint8).reshape(-1, 2)
-        codes = ((pairs[:, 0] & 15) | (pairs[:, 1] << 4)).view(np.int8)
-    return codes.reshape(*x.shape[:2], -1), scale.reshape(*x.shape[:2], -1)
+    return codes if formats.bit == 8 else reference.pack_int4(codes).view(np.int8), scale
 
 
 def check_stores(formats, x):
@@ -122,22 +119,14 @@ def check_all_loads(formats, rng, stream=False):
     for dim in tails(formats.group, ALL):
         axes = {"row": TOKENS, "head": HEADS, "dim": dim}
         cache, scale = scenes.cache_and_scale(rng, formats, "row head dim", axes)
-        expected = loaded_by_oracle(formats, cache, scale, dim)
+        dtype = DTYPES[formats.t1]
+        expected = reference.load_heads(cache, scale, ..., formats.bit, formats.group, dtype)
         forms = [{"plain": True}, {}] + ([{"stream": True}] if stream else [])
         for form in forms:
             # Streaming needs every row to begin at a multiple of 16 bytes.
-            out = aligned_blank((TOKENS, HEADS, dim), DTYPES[formats.t1])
+            out = aligned_blank((TOKENS, HEADS, dim), dtype)
             run("load", formats, out, cache, scale, **form)
             assert_same(out, expected, str(form))
-
-
-def loaded_by_oracle(formats, cache, scale, dim):
-    heads = [
-        reference.load_head(cache[t, h], scale[t, h], formats.bit, formats.group, DTYPES[formats.t1])
-        for t in range(TOKENS)
-        for h in range(HEADS)
-    ]
-    return np.array(heads).reshape(TOKENS, HEADS, dim)
 
 
 def aligned_blank(shape, dtype):

@@ -29,14 +29,14 @@ def eps(dtype):
 
 def codes_times_scales(call, monkeypatch):
     """Make the oracle round keys and values only to a type of scales that is coarser than the data's."""
-    t1, store = call["query"].dtype, reference.store_head
+    t1, store = call["query"].dtype, reference.store_heads
 
     def products(codes, cell, group, t1_of_outputs):
-        product = codes.reshape(-1, group).astype(np.float32) * cell.astype(np.float32)[:, None]
-        return product.astype(cell.dtype if eps(cell.dtype) > eps(t1) else np.float32).reshape(-1)
+        product = codes.reshape(*cell.shape, group).astype(np.float32) * cell.astype(np.float32)[..., None]
+        return product.astype(cell.dtype if eps(cell.dtype) > eps(t1) else np.float32).reshape(codes.shape)
 
-    monkeypatch.setattr(reference, "dequantize_head", products)
-    monkeypatch.setattr(reference, "store_head", lambda x, *rest: store(x.astype(t1), *rest))
+    monkeypatch.setattr(reference, "dequantize_heads", products)
+    monkeypatch.setattr(reference, "store_heads", lambda x, *rest: store(x.astype(t1), *rest))
     given, after = [call[name].astype(np.float32) for name in NEW_NAMES[1:]], call.copy()
     options, _ = oracle.split_attributes(call.attrs)
     return reference.key_value_cache(*given, PAST, after["cache"], after["scale"], **options)

@@ -33,11 +33,8 @@ def coded(dtype, bit, seed=2):
     x[20:24] *= 1e-7
     x[24:26] = 0
     x = x.astype(dtype)
-    codes, scales = np.zeros((60, H, C if bit == 8 else C // 2), np.int8), np.zeros((60, H, C // 8), dtype)
-    for t in range(60):
-        for h in range(H):
-            q, scales[t, h] = reference.quantize_head(x[t, h], bit, 8)
-            codes[t, h] = q if bit == 8 else reference.pack_int4(q).view(np.int8)
+    codes, scales = reference.quantize_heads(x, bit, 8)
+    codes = codes if bit == 8 else reference.pack_int4(codes).view(np.int8)
     return {"key": codes, "key_scale": scales}, {"key": x}
 
 
@@ -146,10 +143,7 @@ def recipe(x, most, rounding=np.rint, reciprocal=False, exact=False, wide=False,
                 q = np.clip(rounding(np.nan_to_num(u)), -most, most).astype(np.int8)
                 codes[t, h, 8 * g : 8 * g + 8], scales[t, h, g] = q, s.astype(t1)
     if most == 7:
-        pairs = codes.reshape(len(x), H, C // 2, 2)
-        codes = np.zeros(pairs.shape[:-1], np.int8)
-        for i in np.ndindex(codes.shape):
-            codes[i] = np.int8(reference.pack_int4(pairs[i]).view(np.int8)[0])
+        codes = reference.pack_int4(codes).view(np.int8)
     return {"key": codes, "key_scale": scales}
 
 
