@@ -46,8 +46,9 @@ demo: $(VENV)/kvkit
 demo-model: $(VENV)/kvkit.data $(VENV)/smollm2
 	$(BIN)/python examples/smollm2.py --cache int4 --prompt "Why is the sky blue?" --max-new-tokens 64
 
-# Tests run in a process for each core; a thread that waits gives its core up (OMP_WAIT_POLICY).
-PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --dist worksteal
+# Tests run in a process for each core. A thread that waits gives its core up (OMP_WAIT_POLICY); threads of numpy's
+# products would not, and there are none.
+PYTEST := OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 # Test what runs on a CPU, and the numbers of kvkit_cuda in the CUDA simulator, in processes of its own.
 test: $(VENV)/kvkit.test
