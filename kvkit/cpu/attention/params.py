@@ -42,7 +42,7 @@ ATTENTION_PARAMS = Record(
     "causal alibi left right cap cap_at slopes slopes_sequence sinks sink_sequences",
     "key_factors value_factors factor_sequence factor_head",
     "mask mask_kind mask_sequence mask_head mask_row mask_column mask_packed",
-    "heads group scale_bytes orders rounds integers most_value pairs most_paired",
+    "heads group scale_bytes scale_format orders rounds integers most_value pairs most_paired",
     "heads_interleaved widens values_have_own_table most_narrow least_in_tiles",
     "block wide_block run_block leads counting least_split least_wide_split most_splits",
     "long_run long_run_lead short_run scaled_run touched_run",

@@ -48,7 +48,7 @@ from kvkit.cpu.simd import tile_products
 from kvkit.cpu.simd.attention import WIDE
 from kvkit.cpu.simd.chunks import LINE, NARROW
 from kvkit.cpu.simd.lanes import LANES, padded
-from kvkit.formats.elements import BY_NAME, coarser
+from kvkit.formats.elements import BY_NAME, FLOATS, coarser
 from kvkit.runtime.arrays import addresses_of
 from kvkit.runtime.repeats import Single
 
@@ -327,7 +327,7 @@ def terms(form):
     dims = form.dim, form.value_dim
     fits = fits and not any(dim % LINE for dim in dims) and (form.group or max(dims)) >= max(dims)
     known = element == "int8" or machine.features_of("lookups")
-    narrow_terms = tile_products.Terms(1, 1 + halves, element, form.scale)
+    narrow_terms = tile_products.Terms(1, 1 + halves, element, form.scale is not None)
     return wide, narrow_terms if fits and known and not form.exact else None
 
 
@@ -367,7 +367,7 @@ def fixed_params(form, distances):
     most_narrow = in_tiles[-1] if in_tiles else NARROW  # rows of a narrow tile
     fixed = dict.fromkeys(LATE_FIELDS, 0) | workspace_fields(form, most_narrow, block, max(leads)) | {
         "heads": form.heads, "heads_interleaved": form.interleaved,
-        "scale_bytes": scale_bytes,
+        "scale_bytes": scale_bytes, "scale_format": FLOATS.index(BY_NAME[form.scale or "float32"]),
         "scaled_run": prefetching.ALWAYS if form.interleaved else distances.scaled_run,
         "widens": form.widens, "rounds": form.rounds, "integers": form.width is not None,
         "pairs": form.pairs or form.tiles is not None,

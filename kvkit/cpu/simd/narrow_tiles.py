@@ -43,7 +43,7 @@ from kvkit.cpu.simd.lanes import (
 from kvkit.cpu.simd.pairs import Bfloat, interleave
 from kvkit.cpu.simd.tile_products import LAZY, LN2, LOG2E, STEP, pair_terms, power_of_two, read_floats
 from kvkit.cpu.simd.tiles import ROW, ROWS, Shape, Tiles
-from kvkit.formats.elements import BY_NAME
+from kvkit.formats.elements import BY_NAME, FLOATS
 
 HALF = ROWS // 2  # of 16 tokens, for a step to prefetch
 SCORES, QUERIES, OPERAND, WEIGHTS, SUMS = range(5)  # tiles; SUMS is the first of four
@@ -158,7 +158,7 @@ def products(rows, in_memory, terms):
             of_lanes = factors_of_lanes(b, factors, t, rows, terms)
             for i in range(rows):
                 at = b.add(b.add(target, b.mul(t, I64(4 * rows))), I64(64 * i))
-                times = factor * of_lanes(i) if terms.scale else factor
+                times = factor * of_lanes(i) if terms.scaled else factor
                 write(b, at, read(b, at, F32, LANES) * times)
 
     @micro_kernel
@@ -312,7 +312,7 @@ def softmax(rows, terms):
                 x = read(b, b.add(at, I64(64 * i)), F32, LANES)
                 weights.append(power_of_two((x - base) * LOG2E))
                 total[0] = total[0] + weights[i]
-                if terms.scale:
+                if terms.scaled:
                     weights[i] = weights[i] * of_lanes(i)
                 share = range(HALF * i // rows, HALF * (i + 1) // rows)
                 for k in share:
@@ -350,25 +350,29 @@ def scale_list(terms):
     """Return the micro-kernel that lists the scales of tokens."""
 
     @micro_kernel
-    def read_scales(b, scales, scale_row, row_ids, count, target):
-        """Write the scales of `count` tokens as float32, and zeros up to whole 32; NaN for infinity."""
-        if terms.scale is None:
+    def read_scales(b, scales, scale_row, scale_format, row_ids, count, target):
+        """Write the scales of `count` tokens as float32, and zeros up to whole 32; NaN for infinity.
+
+        `scale_format` is the index of their format in `FLOATS`.
+        """
+        if not terms.scaled:
             return
-        whole, kind = b.and_(b.add(count, I64(STEP - 1)), I64(-STEP)), terms.scale
+        whole = b.and_(b.add(count, I64(STEP - 1)), I64(-STEP))
         nothing = lanes.zeros(b, LANES, 1)[0]
         with loop(b, whole, LANES) as t:
             write(b, b.add(target, b.mul(t, I64(4))), nothing)
-        with loop(b, count) as t:
-            at = b.add(scales, b.mul(lanes.row_id_at(b, row_ids, t), scale_row))
-            scale = lanes.widen(read(b, at, RAW[kind], 1), kind)
-            write(b, b.add(target, b.mul(t, I64(4))), scale.fma(0.0, scale))
+        for i, element in enumerate(FLOATS):
+            with b.if_then(b.icmp_signed("==", scale_format, I64(i))), loop(b, count) as t:
+                at = b.add(scales, b.mul(lanes.row_id_at(b, row_ids, t), scale_row))
+                scale = lanes.widen(read(b, at, RAW[element.name], 1), element.name)
+                write(b, b.add(target, b.mul(t, I64(4))), scale.fma(0.0, scale))
 
     return read_scales
 
 
 def factors_of_lanes(b, factors, t, rows, terms):
     """Return f(i): the factors of the tokens of vector i of those of 16 tokens from t on."""
-    if not terms.scale:
+    if not terms.scaled:
         return None
     vector = read(b, b.add(factors, b.mul(t, I64(4))), F32, LANES)
     return lambda i: vector.pick([(LANES * i + lane) // rows for lane in range(LANES)])

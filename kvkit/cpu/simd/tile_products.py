@@ -66,7 +66,7 @@ class Terms(NamedTuple):
     rows: int
     queries: int
     element: str  # of keys and values before they are split into terms
-    scale: str | None = None  # the format of scales, one a row, in narrow tiles; None without them
+    scaled: bool = False  # whether rows have a scale each, in narrow tiles
 
     def products(self, of_scores: bool) -> list[tuple[int, int]]:
         """Return the terms (of A, of B) that are multiplied: for scores all, for sums not term 1 by term 1.

@@ -17,7 +17,7 @@ from kvkit.cpu.attention.engines.nan_safe import nan_safe_scores
 from kvkit.cpu.attention.params import WIDE_BLOCK, block_at, params_at, prefetched, step_code, tile_at
 from kvkit.cpu.simd import narrow_tiles
 from kvkit.cpu.simd.attention import LANES, scale_by
-from kvkit.cpu.simd.tile_products import FLOAT16, STEP
+from kvkit.cpu.simd.tile_products import BFLOAT16, FLOAT16, STEP
 
 EIGHT_BITS = "e4m3", "e5m2", "int8"
 CHUNK = 4096  # values that are interleaved, then multiplied, at a time: they stay in the L1 cache
@@ -25,7 +25,7 @@ CHUNK = 4096  # values that are interleaved, then multiplied, at a time: they st
 
 def tile_rows(terms):
     """Return the query rows of tiles: pairs read bfloat16 as fast with 4, floats float16 faster with 8."""
-    codes = terms.element == "int8" and terms.scale  # which integers multiply as fast
+    codes = terms.element == "int8" and terms.scaled  # which integers multiply as fast
     return (16,) if terms == FLOAT16 or codes else (8, 16)
 
 
@@ -50,7 +50,7 @@ def scores(rows, in_memory, terms):
     kernels = narrow_tiles.kernels(rows, in_memory, terms)
     multiply, open_tiles, close_tiles = kernels.scores, kernels.open, kernels.close
     read_scales = kernels.read_scales
-    by_floats = terms.queries > 1 or terms.scale is not None
+    by_floats = terms.queries > 1 or terms.scaled
 
     def scores(params_address, block_address, tile_address):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
@@ -67,7 +67,10 @@ def scores(rows, in_memory, terms):
         if block.nan_safe:  # a work item runs again after its end
             open_tiles()
         factors = block.wide_keys + 2 * WIDE_BLOCK * params.keys.padded_dim  # after the copies of keys
-        read_scales(tile.key_scales, params.keys.scale_row, block.key_ids, tile.count, factors)
+        read_scales(
+            scales=tile.key_scales, scale_row=params.keys.scale_row, scale_format=params.scale_format,
+            row_ids=block.key_ids, count=tile.count, target=factors,
+        )  # fmt: skip
         multiply(
             queries=tile.engine_queries, keys=tile.keys, key_row=block.key_row, step=params.keys.step,
             row_ids=block.key_ids, ahead=prefetched(block.prefetch_in_scores, block, tile),
@@ -93,7 +96,10 @@ def sums(rows, in_memory, terms):
         weights, dim = block.workspace + params.workspace.lines, params.values.padded_dim
         keys, own = prefetched(block.prefetch_in_scores, block, tile), each * dim * block.values_in_keys
         factors = block.wide_keys + 2 * WIDE_BLOCK * params.keys.padded_dim
-        read_scales(tile.value_scales, params.values.scale_row, block.value_ids, tile.count, factors)
+        read_scales(
+            scales=tile.value_scales, scale_row=params.values.scale_row, scale_format=params.scale_format,
+            row_ids=block.value_ids, count=tile.count, target=factors,
+        )  # fmt: skip
         softmax(
             scores=tile.scores, count=tile.count, m_at=tile.m, l_at=tile.l, sums=tile.o, dim=dim,
             target=weights, factors=factors, ahead=keys, shift=own, size=each * params.keys.padded_dim - own,
@@ -124,18 +130,22 @@ def sums(rows, in_memory, terms):
 
 
 @functools.cache
-def finish(rows, in_memory, terms):
+def finish(rows, in_memory):
     """Compile the end of a work item, where the thread's tiles are released."""
-    close_tiles = narrow_tiles.kernels(rows, in_memory, terms).close
+    close_tiles = narrow_tiles.kernels(rows, in_memory, BFLOAT16).close
 
     def finish(params_address, block_address, _):
         close_tiles()
 
-    return step_code(finish, ("finish", rows, in_memory, terms))
+    return step_code(finish, ("finish", rows, in_memory))
 
 
 def engine(rows, in_memory, terms):
     """Return the engine of tiles of 8 or 16 query rows, by the processor's instructions or `in_memory`."""
-    steps = {"queries": open_and_pair, "scores": scores, "sums": sums, "finish": finish}
-    codes = {name: step(rows, in_memory, terms).address for name, step in steps.items()}
+    query_terms = BFLOAT16._replace(rows=terms.rows, queries=terms.queries)  # whatever the cache's elements
+    steps = {
+        "queries": open_and_pair(rows, in_memory, query_terms), "scores": scores(rows, in_memory, terms),
+        "sums": sums(rows, in_memory, terms), "finish": finish(rows, in_memory),
+    }  # fmt: skip
+    codes = {name: step.address for name, step in steps.items()}
     return codes | {"softmax": True, "scales_scores": True, "interleaves": terms.rows == 1}
