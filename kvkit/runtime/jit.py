@@ -75,12 +75,19 @@ def copy_under_own_name(function: Function) -> Function:
 
 
 def callback(
-    function: Any, signature: Any, key: Any = (), *, parallel: bool = False, control: bool = False
+    function: Any,
+    signature: Any,
+    key: Any = (),
+    *,
+    parallel: bool = False,
+    control: bool = False,
+    emulation: bool = False,
 ) -> "Code":
     """Load a function from disk, or compile it, as machine code that kernels call by its address.
 
     `key` has the values of the variables that the function closes over; key and signature identify a variant.
-    A `control` function only decides and calls: it is optimised less, so that a first call is faster.
+    A `control` function only decides and calls: it is optimised less, so that a first call is faster. An
+    `emulation` of instructions, which only tests call, is not optimised.
     """
     locks.refuse_after_fork()
     options = OPTIONS | {"parallel": True} if parallel else OPTIONS
@@ -94,6 +101,7 @@ def callback(
         pipeline: Any = compiler.Compiler
         if numba_068.is_known():
             pipeline = numba_068.ControlCompiler if control else numba_068.KernelCompiler
+            pipeline = numba_068.EmulationCompiler if emulation else pipeline
         named = copy_under_own_name(function)
         kernel = ccallback.CFunc(named, signature, {}, dict(options), pipeline)
         with lazy_imports.gc_paused():

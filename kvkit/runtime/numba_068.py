@@ -312,3 +312,15 @@ class ControlCompiler(KernelCompiler):
     """Compiles a kernel into a `ControlLibrary`: less code, in two thirds of LLVM's time."""
 
     library_class = ControlLibrary
+
+
+class EmulationLibrary(KernelLibrary):
+    """Machine code of a kernel that only tests run."""
+
+    passes: ClassVar[dict[str, Any]] = {"opt": 0}
+
+
+class EmulationCompiler(KernelCompiler):
+    """Compiles a kernel into an `EmulationLibrary`: slow code, in half of the time."""
+
+    library_class = EmulationLibrary

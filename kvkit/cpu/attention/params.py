@@ -108,9 +108,9 @@ block_at, tile_at = memory.record(BLOCK), memory.record(TILE)
 STEP = types.void(*[types.int64] * 3)  # a step (addresses of params, block, tile)
 
 
-def step_code(function, key):
-    """Compile a step; `key` has the values that it closes over."""
-    return callback(function, STEP, key)
+def step_code(function, key, *, in_memory=False):
+    """Compile a step; `key` has the values that it closes over. Tiles may be emulated `in_memory`."""
+    return callback(function, STEP, key, emulation=in_memory)
 
 
 @memory.machine_code

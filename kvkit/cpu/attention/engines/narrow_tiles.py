@@ -41,7 +41,7 @@ def open_and_pair(rows, in_memory, terms):
             open_tiles()
         pair(tile.queries, params.keys.padded_dim, tile.engine_queries)
 
-    return step_code(queries, ("queries", rows, in_memory, terms))
+    return step_code(queries, ("queries", rows, in_memory, terms), in_memory=in_memory)
 
 
 @functools.cache
@@ -80,7 +80,7 @@ def scores(rows, in_memory, terms):
         if block.nan_safe:
             close_tiles()
 
-    return step_code(scores, ("scores", rows, in_memory, terms))
+    return step_code(scores, ("scores", rows, in_memory, terms), in_memory=in_memory)
 
 
 @functools.cache
@@ -126,7 +126,7 @@ def sums(rows, in_memory, terms):
                 first += size
             begin += tokens
 
-    return step_code(sums, ("sums", rows, in_memory, terms))
+    return step_code(sums, ("sums", rows, in_memory, terms), in_memory=in_memory)
 
 
 @functools.cache
@@ -137,7 +137,7 @@ def finish(rows, in_memory):
     def finish(params_address, block_address, _):
         close_tiles()
 
-    return step_code(finish, ("finish", rows, in_memory))
+    return step_code(finish, ("finish", rows, in_memory), in_memory=in_memory)
 
 
 def engine(rows, in_memory, terms):

@@ -62,7 +62,7 @@ def paired_queries(in_memory, terms, whole):
             r += count
         pack(addresses, tile.live, dim, tile.engine_queries)
 
-    return step_code(paired_queries, ("queries", in_memory, terms, whole))
+    return step_code(paired_queries, ("queries", in_memory, terms, whole), in_memory=in_memory)
 
 
 @functools.cache
@@ -76,7 +76,7 @@ def finish(in_memory):
         m, l = block.workspace + params.workspace.m, block.workspace + params.workspace.l
         tile_products.natural_maximum(m, l, WIDE * block.tiles)
 
-    return step_code(finish, ("finish", in_memory))
+    return step_code(finish, ("finish", in_memory), in_memory=in_memory)
 
 
 def load_code(load, *key, both=False):
@@ -249,7 +249,7 @@ def scores(in_memory, terms):
         if not (block.unscaled or scaled_in_softmax(params, tile)):
             attention.scale_by(tile.scores, tile.scores, tile.count * WIDE, tile.factor)
 
-    return step_code(scores, ("scores", in_memory, terms))
+    return step_code(scores, ("scores", in_memory, terms), in_memory=in_memory)
 
 
 @functools.cache
@@ -285,7 +285,7 @@ def sums(in_memory, terms):
             weigh(tile.scores, whole(tile.count), tile.m, tile.l, scale, p)
         multiply(p, block.wide_values, whole(block.count), whole(tile.count), dim, tile.o)
 
-    return step_code(sums, ("sums", in_memory, terms))
+    return step_code(sums, ("sums", in_memory, terms), in_memory=in_memory)
 
 
 @helper
