@@ -1,12 +1,10 @@
 """Attention over parts of a context, put together: the whole, whatever the parts and their order."""
 
-import itertools
-
 import attention_scenes as scenes
 import ml_dtypes
 import numpy as np
 import pytest
-from attention_scenes import FP32, TOLERANCE, assert_near, whole_context
+from attention_scenes import FP32, assert_near
 from scenes import assert_same
 
 import kvkit
@@ -28,21 +26,6 @@ def near(got, expected, tolerance=1e-6):
 
 
 # The whole
-
-
-@pytest.mark.parametrize("cuts", [[0, 90], [0, 1, 90], [0, 30, 31, 64, 90], [0, 0, 45, 90, 90]], ids=str)
-@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"softmax_scale": 0.4}], ids=str)
-def test_parts_of_a_context(cuts, options, rng):
-    """Empty parts included."""
-    call = scenes.static(rng, FP32, 89, 1, is_causal=False, **options)
-    whole, expected = call.run(return_lse=True), call.expected()
-    results = [
-        call.but(key=call["key"][:, a:b], value=call["value"][:, a:b]).run(return_lse=True)
-        for a, b in itertools.pairwise(cuts)
-    ]
-    got = merge_attention_states(*zip(*results, strict=True))
-    near(got, whole, 1e-5)
-    near(got, expected[:2], TOLERANCE["float32"])
 
 
 def test_masks_sinks_and_prefill(rng):
@@ -161,22 +144,3 @@ def test_many_parts_in_any_type(dtype, rng):
 
 
 # Errors
-
-
-def test_a_paged_prefix_and_what_follows(rng):
-    """A prefix that sequences share is attended to once, apart from what each of them has."""
-    call = scenes.dynamic_cache(rng, FP32, [(100, 1), (120, 1)], page_size=20, is_causal=False)
-    whole = call.copy().run(return_lse=True)
-    key, value = whole_context(call)
-    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "is_causal": False, "return_lse": True}
-    results = []
-    for begin, end in ((0, 80), (80, 101)):
-        rows = np.r_[begin:end, 101 + begin : 101 + (end if end < 101 else 121)]
-        second = len(rows) - (end - begin)
-        starts = np.array([0, end - begin, end - begin + second])
-        results.append(
-            kvkit.dynamic_batching.multi_head_attention(
-                call["query"], key[rows], value[rows], call["seqstarts"], starts, 0, None, None, **heads
-            )
-        )
-    near(merge_attention_states(*zip(*results, strict=True)), whole, 1e-5)

@@ -300,58 +300,6 @@ def test_drafts_taken_back_three_ways(sizes, by_channel, layout):
 # Identities
 
 
-def unit_keys(rng, tokens, sizes):
-    given = tokens_of(rng, sizes, tokens)
-    return given | {"k": given["k"] / np.linalg.norm(given["k"], axis=-1, keepdims=True)}
-
-
-@pytest.mark.parametrize("chunk", [1, 64])
-def test_what_is_written_with_beta_1_is_read_exactly_and_again_changes_nothing(chunk):
-    rng, sizes = np.random.default_rng(0), (4, 4, 4, 32, 48)
-    given = unit_keys(rng, 30, sizes)
-    state = pool_of(rng, sizes, 1, "KV")
-    given |= {"q": given["k"], "beta": np.ones_like(given["beta"])}
-    out, _ = kvkit.gated_delta_rule(**given, state=state, scale=1.0, chunk=chunk)
-    assert_near(out, given["v"])
-    before = state.copy()
-    last = {name: array[-1:] for name, array in given.items() if name != "g"}
-    kvkit.gated_delta_rule(**last, state=state, chunk=chunk)
-    assert_near(state, before, 2e-6)
-
-
-def test_beta_0_writes_nothing_but_decays():
-    rng, sizes = np.random.default_rng(0), SIZES[0]
-    given, state = unit_keys(rng, 30, sizes), pool_of(rng, sizes, 1, "KV")
-    given |= {"beta": np.zeros_like(given["beta"]), "g": np.maximum(given["g"], -1)}
-    expected = state * np.exp(given["g"].astype(np.float64).sum(0))[:, None, None]
-    kvkit.gated_delta_rule(**given, state=state)
-    assert_near(state, expected)
-
-
-def test_equal_decays_of_channels_are_a_decay_of_the_head():
-    rng, sizes = np.random.default_rng(0), (2, 2, 4, 32, 48)
-    given = tokens_of(rng, sizes, 70)
-    channels = given | {"g": np.repeat(given["g"][..., None], 32, -1)}
-    for got, expected in zip(
-        kvkit.gated_delta_rule(**channels, norm=True),
-        kvkit.gated_delta_rule(**given, norm=True),
-        strict=True,
-    ):
-        assert_near(got, expected)
-
-
-def test_two_calls_are_one():
-    rng, sizes = np.random.default_rng(0), SIZES[0]
-    given, state = tokens_of(rng, sizes, 100), pool_of(rng, sizes, 1, "VK")
-    parts = [{name: array[rows] for name, array in given.items()} for rows in (np.s_[:37], np.s_[37:])]
-    whole = state.copy()
-    more = {"norm": True, "state_layout": "VK"}
-    expected, _ = kvkit.gated_delta_rule(**given, state=whole, **more)
-    outs = [kvkit.gated_delta_rule(**part, state=state, **more)[0] for part in parts]
-    assert_near(np.concatenate(outs), expected)
-    assert_near(state, whole)
-
-
 def test_an_empty_sequence_keeps_every_byte_of_its_state():
     rng, sizes = np.random.default_rng(0), SIZES[1]
     given, state = tokens_of(rng, sizes, 0), pool_of(rng, sizes, 2, "KV")
@@ -434,7 +382,8 @@ def test_strong_decays_cost_no_more_than_weak_ones(by_channel):
 def test_growing_states_run_token_by_token():
     """g above 0 is legal, but quotients of decays in a chunk would overflow."""
     rng, sizes = np.random.default_rng(0), SIZES[0]
-    given = unit_keys(rng, 40, sizes)
+    given = tokens_of(rng, sizes, 40)
+    given["k"] /= np.linalg.norm(given["k"], axis=-1, keepdims=True)
     given["g"] = np.abs(np.maximum(given["g"], -0.05))
     expected = plain.gated_delta_rule(**given, norm=True)
     for got, wanted in zip(kvkit.gated_delta_rule(**given, norm=True), expected, strict=True):

@@ -85,6 +85,11 @@ def entry(name, index, form):
     return lambda call: {name: [form(array) if i == index else array for i, array in enumerate(call[name])]}
 
 
+# Heads of channels whose capsule has as many numbers as one of other heads.
+TWO_HEADS = {name: np.ones(shape, np.float32) for name, shape in (
+    ("q", (5, 1, 2)), ("k", (5, 1, 2)), ("v", (5, 2, 1)), ("beta", (5, 2)),
+    ("state", (7, 2, 2, 1)))}  # fmt: skip
+TWO_HEADS["g"] = -np.ones((5, 2, 2), np.float32)
 NO_HINTS = {"max_seqlen": None, "max_kvlen": None}
 TABLE = [
     # attention: masks, counts, types
@@ -287,6 +292,8 @@ TABLE = [
     ("pools", "value_cache", *given("value_cache", None), each(part(np.s_[:-1]), "value_cache"),
      each(lambda cache: cache.swapaxes(1, 2), "value_cache", layout="b h n c"),
      each(lambda cache: np.stack([cache] * 2, 1), "key_cache", "value_cache", layout="b kv n h c")),
+    ("pools", "key_cache: expected heads of whole blocks of q8_0, 34 bytes one after the other", dict(
+        dict.fromkeys(("key_cache", "value_cache"), np.zeros((5, 4, 2, 33), np.uint8)), quant_format="q8_0")),
     ("pools", "layout", *given("layout", "b n n c", "b n h c d", None)),
     ("pools", "key_scale", each(cast(np.int8), "key_cache")),
     *(("pools", name, *given(name, "1", np.nan, [1.0, 1.0], np.ones(3, "f4"), np.ones((4, 2), "f4")))
@@ -354,6 +361,8 @@ TABLE = [
                            (np.zeros(0, int), "to begin with 0, got no entries"))),
     ("delta rule", "return_capsule: expected at least the 3 tokens of a sequence, got 2",
      {"return_capsule": 2}),
+    ("delta rule", "return_capsule: expected 0 for 2 heads of v and 1 of k",
+     TWO_HEADS | {"return_capsule": 3}),
     # compression
     ("compression", "state", each(part(np.s_[:], np.s_[:1]), "state"), each(cast("f2"), "state"),
      each(part(..., np.s_[:31]), "state")),
@@ -395,8 +404,10 @@ def test_messages_name_the_dtype_that_fits():
 
 
 LEGAL = {
-    "static attention": masks((3, 1)),  # one column for all keys, which `alibi_mask` refuses
-    "dynamic attention": masks((4, 1)),
+    # One column for all keys, which `alibi_mask` refuses; without a number of key heads it is that of `key`.
+    "static attention": [*masks((3, 1)), {"num_kv_heads": 0}],
+    "dynamic attention": [*masks((4, 1)), {"num_kv_heads": 0}],
+    "delta rule": [TWO_HEADS],
     "cache": [
         *given("max_seqlen", INT64_MAX, 2**70), *given("max_kvlen", INT64_MAX, 2**70),
         *given("page_size", 2**31, 2**62, INT64_MAX, cachestarts=np.array([[0], [-1], [5], [9]])),
