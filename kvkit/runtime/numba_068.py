@@ -73,10 +73,9 @@ class SharedFormula(InlinedHelper):
 
     @functools.cached_property
     def compiled(self) -> Any:
-        """Return the formula as Numba compiles a function for Python."""
-        return numba.njit(**{name: self.targetoptions[name] for name in ("error_model", "boundscheck")})(
-            self.py_func
-        )
+        """Return the formula as a function that Python calls."""
+        options = {name: self.targetoptions[name] for name in ("error_model", "boundscheck")}
+        return numba.njit(pipeline_class=FormulaCompiler, **options)(self.py_func)
 
     def __call__(self, *args: Any) -> Any:
         """Return the formula's value."""
@@ -324,3 +323,11 @@ class EmulationCompiler(KernelCompiler):
     """Compiles a kernel into an `EmulationLibrary`: slow code, in half of the time."""
 
     library_class = EmulationLibrary
+
+
+class FormulaCompiler(ControlCompiler):
+    """Compiles a formula together with the helpers it reaches, for Python."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.state.flags.no_compile = self.state.flags.no_cpython_wrapper = False
