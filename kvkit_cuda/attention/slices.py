@@ -30,6 +30,8 @@ Tensor cores take subnormal numbers (Fasi, Higham, Mikaitis, Pranesh: Numerical 
 cores, 2021).
 """
 
+import functools
+
 import numpy as np
 
 from kvkit.formats import BY_NAME
@@ -178,6 +180,7 @@ def code_widener(tile):
     return device.inlined(widen)
 
 
+@functools.cache
 def scales_loader(tile):
     """Return f(at, scales), which loads the scales of tokens g and g+8 of a tile, [tokens, groups].
 

@@ -42,6 +42,7 @@ class Start(NamedTuple):
     mask: Any  # the bits of a code in both halves of a word
 
 
+@functools.cache
 def four_of(load):
     """Return f(address) -> four words, from a load of up to 16 bytes."""
 

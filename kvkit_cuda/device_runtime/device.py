@@ -124,19 +124,25 @@ class WarpBarrier(threading.Barrier):
 
     def __init__(self, lanes):
         super().__init__(len(lanes), timeout=TIMEOUT)
-        self.phase = dict.fromkeys(lanes, 0)
+        self.turns = dict.fromkeys(lanes, 0)
         self.boards: tuple[dict, dict] = {}, {}
 
-    def share(self, lane, value):
-        self.phase[lane] ^= 1
-        board = self.boards[self.phase[lane]]
+    def share(self, lane, value, combine):
+        self.turns[lane] = turn = self.turns[lane] + 1
+        board = self.boards[turn % 2]
         board[lane] = value
         self.wait()
-        return [board.get(i) for i in range(WARP)]
+        if board.get("turn") != turn:
+            board["result"] = combine([board.get(i) for i in range(WARP)])
+            board["turn"] = turn
+        return board["result"]
 
 
-def share_with_warp(value, members=-1):
-    """Return the lane and the values of all lanes of a simulated warp, whose `members` call it together."""
+def share_with_warp(value, members=-1, combine=list):
+    """Return the lane and `combine` of the values of all lanes of a simulated warp.
+
+    Its `members` call this together, and one of them combines.
+    """
     thread = threading.current_thread()
     block, place = thread._manager, thread.thread_id  # type: ignore[attr-defined]
     members, warp, lane = int(members) & 2**WARP - 1, place // WARP, place % WARP
@@ -145,7 +151,7 @@ def share_with_warp(value, members=-1):
         there = min(WARP, int(np.prod(block._block_dim)) - warp * WARP)
         new = WarpBarrier([i for i in range(there) if members >> i & 1])
         barrier = block.__dict__.setdefault((warp, members), new)
-    return lane, barrier.share(lane, value)
+    return lane, barrier.share(lane, value, combine)
 
 
 def simulated_memory(size):
@@ -199,6 +205,8 @@ def product(typingctx, a, b):
 # (): a barrier of a warp; all of its threads then see what they wrote to shared memory.
 sync_warp = either(lambda: share_with_warp(None), lambda: cuda.syncwarp())
 # (flag) -> whether any thread of the warp has it; all its threads call it.
-any_of_warp = either(lambda flag: any(share_with_warp(flag)[1]), lambda flag: cuda.any_sync(EVERYONE, flag))
+any_of_warp = either(
+    lambda flag: share_with_warp(flag, combine=any)[1], lambda flag: cuda.any_sync(EVERYONE, flag)
+)
 # (value, lane) -> the value of a lane of the warp; all its threads call it.
 from_lane = either(lambda x, i: share_with_warp(x)[1][i], lambda x, i: cuda.shfl_sync(EVERYONE, x, i))

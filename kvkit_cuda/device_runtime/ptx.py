@@ -79,20 +79,17 @@ def matrices(transposed):
     text = f"ldmatrix.sync.aligned.m8n8.x4{kind}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
     load = instruction(text, [WORD] * 4, [OFFSET], ordered=True)
 
+    def fragments(rows):
+        contents = b"".join(ctypes.string_at(row, 16) for row in rows)
+        elements = np.frombuffer(contents, np.uint16).reshape(4, 8, 8)
+        words = np.ascontiguousarray(elements.swapaxes(1, 2) if transposed else elements).view(np.uint32)
+        return [tuple(lane) for lane in words.reshape(4, 32).T]
+
     def emulation(address, offset):
-        lane, rows = device.share_with_warp(address + offset)
-        g, t = divmod(lane, 4)
-        if transposed:
-            return tuple(pair(rows[i + 2 * t] + 2 * g, rows[i + 2 * t + 1] + 2 * g) for i in range(0, 32, 8))
-        return tuple(pair(rows[i + g] + 4 * t, rows[i + g] + 4 * t + 2) for i in range(0, 32, 8))
+        lane, words = device.share_with_warp(address + offset, combine=fragments)
+        return words[lane]
 
     return either(emulation, lambda address, offset: load(np.int32(np.int32(address) + offset)))
-
-
-def pair(low, high):
-    """Return the word of the two elements at these addresses."""
-    low, high = (ctypes.c_uint16.from_address(place).value for place in (low, high))
-    return np.uint32(low | high << 16)
 
 
 @functools.cache
@@ -106,20 +103,18 @@ def mma(element):
     emit = instruction(text, [NUMBER] * 4, [WORD] * 6 + [NUMBER] * 4)
     dtype = BY_NAME[element].dtype
 
-    def emulation(a, b, c):
-        lane, words = device.share_with_warp((*a, *b))
-        g, t = divmod(lane, 4)
-        numbers = np.array(words, np.uint32).view(dtype)
-        numbers = numbers.astype(np.float32).reshape(8, 4, 6, 2)  # [g, t, word]
-
-        def line(g, words):
-            return np.concatenate([numbers[g, :, word].ravel() for word in words])
-
-        rows = line(g, (0, 2)), line(g, (1, 3))
-        columns = line(2 * t, (4, 5)), line(2 * t + 1, (4, 5))
+    def products(words):
+        numbers = np.array(words, np.uint32).view(dtype).astype(np.float32)
+        numbers = numbers.reshape(8, 4, 6, 2)  # [g, t, word, element]
+        left = numbers[:, :, [[0, 2], [1, 3]]].transpose(2, 0, 3, 1, 4).reshape(16, 16)
+        right = numbers[:, :, 4:].swapaxes(1, 2).reshape(8, 16).T
         with np.errstate(all="ignore"):
-            sums = [row @ column for row in rows for column in columns]
-        return tuple(np.float32(each + x) for each, x in zip(c, sums, strict=True))
+            sums = left @ right
+        return sums.reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(32, 4)
+
+    def emulation(a, b, c):
+        lane, sums = device.share_with_warp((*a, *b), combine=products)
+        return tuple(x + each for x, each in zip(c, sums[lane], strict=True))
 
     def mma(a, b, c):
         return emit(a[0], a[1], a[2], a[3], b[0], b[1], c[0], c[1], c[2], c[3])
