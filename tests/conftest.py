@@ -53,7 +53,14 @@ def pytest_addoption(parser):
     parser.addoption("--thorough", action="store_true", help="try all random examples, not a quarter of them")
 
 
+def is_odd(config):
+    """Return whether this is the second, the fourth ... worker process of pytest-xdist."""
+    return getattr(config, "workerinput", {}).get("workerid", "gw0")[-1] in "13579"
+
+
 def pytest_configure(config):
+    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
+        return  # workers import what runs the operators
     backends.use(config.getoption("backend"))
     surroundings.thorough = config.getoption("thorough")
     if backends.name in backends.PLUGINS:
@@ -65,6 +72,15 @@ def pytest_ignore_collect(collection_path, config):
     if name.startswith("test_transformers") and "not transformers" in config.option.markexpr:
         return True  # its import takes longer than that of all others
     return True if name.startswith("test_") and not backends.collects(name) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Collect folders from their ends in odd workers, which find the bytecode of the other half of files."""
+    report = yield
+    if isinstance(collector, pytest.Dir) and is_odd(collector.config):
+        report.result.reverse()
+    return report
 
 
 def pytest_collection_finish(session):
@@ -85,6 +101,7 @@ class Lost(pytest.Item):
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at what is slow
 def pytest_collection_modifyitems(session, config, items):
+    items.sort(key=lambda item: item.path.parts)
     others, slow, missing = backends.sort(items)
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in others]
