@@ -105,15 +105,18 @@ def call_of_operator(
 
 
 def right_call(trial: Trial) -> AttentionRecall | None:
-    """Return the call whose results are the expected ones; None if there is none."""
-    x = trial.expected.astype(np.float64)
+    """Return the call whose results are the expected ones, which is sought once; None if there is none."""
+    if "right call" in trial.memo:
+        return trial.memo["right call"]
+    x, right = trial.expected.astype(np.float64), None
     for call in attention_calls(trial):
         found = call.results(trial)
         if found is None:
             continue
         if ((np.abs(found - x) <= error_of(trial, x)) | (found == x)).mean() >= 1 - RIGHT:
-            return call
-    return None
+            right = call
+            break
+    return trial.memo.setdefault("right call", right)
 
 
 def error_of(trial: Trial, x: np.ndarray) -> Any:
@@ -176,12 +179,17 @@ def other_scale(trial: Trial) -> Guesses:
     if tried[best] > 1 or at in (0, len(order) - 1):
         return
     low, high, ratio = np.log(order[at - 1]), np.log(order[at + 1]), (5**0.5 - 1) / 2
-    for _ in range(HALVINGS):  # golden sections
-        one, two = high - ratio * (high - low), low + ratio * (high - low)
-        if left_over(trial, attend(np.exp(one))) < left_over(trial, attend(np.exp(two))):
-            high = two
+    places = [high - ratio * (high - low), low + ratio * (high - low)]
+    left = [left_over(trial, attend(np.exp(each))) for each in places]
+    for _ in range(HALVINGS):  # golden sections: one of the two places is one of the next two
+        if left[0] < left[1]:
+            high = places[1]
+            places, left = [high - ratio * (high - low), places[0]], [np.nan, left[0]]
         else:
-            low = one
+            low = places[0]
+            places, left = [places[1], low + ratio * (high - low)], [left[1], np.nan]
+        left = [left_over(trial, attend(np.exp(x))) if np.isnan(y) else y
+                for x, y in zip(places, left, strict=True)]  # fmt: skip
     found = float(np.exp((low + high) / 2))
     yield from explains(trial, attend(found), f"{found:.3g} for {own:.4g}", bits=24)
 

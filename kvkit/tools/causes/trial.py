@@ -62,6 +62,7 @@ class Trial:
     like: dict[str, Any] = field(default_factory=dict)  # inputs of the call
     others: dict[str, np.ndarray] = field(default_factory=dict)  # other expected arrays
     tolerances: Tolerances = (0.0, 0.0, 0)
+    memo: dict[str, Any] = field(default_factory=dict)  # what several causes need
 
     @property
     def is_float(self) -> bool:
