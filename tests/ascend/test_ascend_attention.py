@@ -4,7 +4,7 @@ import backends
 import numpy as np
 import pytest
 from ascend_attention_scenes import apart_or_not, call_of, run
-from ascend_scenes import FLOATS, needs_two
+from ascend_scenes import needs_two
 from attention_scenes import TOLERANCE, assert_near
 from refusals import refuses
 from surroundings import with_threads
@@ -12,8 +12,6 @@ from surroundings import with_threads
 from kvkit.reference import ascend as oracle
 
 paged_cache_load = backends.operators.ascend.paged_cache_load
-
-every_float = pytest.mark.parametrize("dtype", FLOATS)
 
 
 def check(call, expected=None):
@@ -30,27 +28,6 @@ def check(call, expected=None):
     for name, old in before.items():
         assert call[name].tobytes() == old, name
     return got, got_lse
-
-
-@every_float
-@apart_or_not
-@pytest.mark.parametrize("view", ["interleaved", "nhsd", "both"])
-def test_views(dtype, apart, view):
-    """Where keys and values lie changes nothing, not even a bit."""
-    call = call_of(np.random.default_rng(2), dtype, apart)
-    caches = call["key_cache"], call["value_cache"]
-    if view == "interleaved":
-        store = np.stack(caches, 1)
-        views = store[:, 0], store[:, 1]
-    elif view == "nhsd":
-        views = (cache.transpose(0, 2, 1, 3).copy().transpose(0, 2, 1, 3) for cache in caches)
-    else:
-        store = np.stack([cache.transpose(0, 2, 1, 3) for cache in caches], 1)
-        views = store[:, 0].transpose(0, 2, 1, 3), store[:, 1].transpose(0, 2, 1, 3)
-    moved = call | dict(zip(("key_cache", "value_cache"), views, strict=True))
-    got, _ = check(moved, call)
-    if apart or view == "interleaved":
-        assert got.tobytes() == run(call).tobytes()
 
 
 @apart_or_not

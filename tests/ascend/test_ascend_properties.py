@@ -1,73 +1,15 @@
-"""What holds between calls of `reshape_and_cache`, whatever an oracle says."""
+"""Threads that share a store, a load or a mean write the same bytes as one thread."""
 
 import backends
 import numpy as np
 import pytest
-from ascend_scenes import any_bits, dtypes_of, finite, needs_two, seeds
-from hypothesis import given
-from hypothesis import strategies as st
+from ascend_scenes import any_bits, finite, needs_two
 from surroundings import with_threads
 
 from kvkit.reference.ascend import KVHEAD_ROPE
 
-nd_to_nz = backends.operators.ascend.nd_to_nz
 paged_cache_load = backends.operators.ascend.paged_cache_load
 reshape_and_cache = backends.operators.ascend.reshape_and_cache
-
-
-def runs(rng, dtype, data=any_bits):
-    """Return a function (mode, wins, offsets, ...) -> bytes of both caches, for 2 sequences of 2 heads."""
-    lengths = [7, 4]
-    key, value = data(rng, (2, 11, 2, 32), dtype)
-    before = any_bits(rng, (2, 6, 5, 1, 32), dtype)
-
-    def stored(mode, wins, offsets=None, slots=(1, 9, 16, 23), **more):
-        caches = before.copy()
-        more |= {} if offsets is None else {"offset_index": offsets}
-        reshape_and_cache(key, value, *caches, slots, compress_type=mode, wins=wins, seq_lens=lengths, **more)
-        return caches
-
-    return stored, before
-
-
-@given(seeds, dtypes_of, st.integers(1, 20), st.sampled_from(["ND", "NZ"]))
-def test_a_load_after_a_store(rng, dtype, rows, cache_format):
-    """Through the same blocks, the tokens come back."""
-    lengths = rng.integers(0, 30, 3)
-    need = -(-lengths // rows)
-    blocks = int(need.sum()) + 1
-    table = np.full((3, 40), -1)
-    ids = rng.permutation(blocks)
-    for b in range(3):
-        table[b, : need[b]] = ids[need[:b].sum() :][: need[b]]
-    slots = np.concatenate(
-        [table[b, np.arange(n) // rows] * rows + np.arange(n) % rows for b, n in enumerate(lengths)]
-    )
-    key, value = any_bits(rng, (2, len(slots), 4, 24), dtype)
-    shape = (blocks, rows, 4, 24)
-    if cache_format == "NZ":
-        shape = (blocks, 96 * dtype.itemsize // 32, rows, 32 // dtype.itemsize)
-    caches = any_bits(rng, (2, *shape), dtype)
-    reshape_and_cache(key, value, *caches, slots, cache_format=cache_format)
-    loaded = paged_cache_load(*caches, table, lengths, cache_format=cache_format)
-    assert loaded[0].tobytes() == key.tobytes()
-    assert loaded[1].tobytes() == value.tobytes()
-
-
-@given(seeds, dtypes_of, st.integers(1, 20))
-def test_nz_is_nd_with_groups_before_rows(rng, dtype, rows):
-    n0 = 32 // dtype.itemsize
-    key, nd = any_bits(rng, (rows, 4, 24), dtype), any_bits(rng, (3, rows, 4, 24), dtype)
-    nz = np.ascontiguousarray(nd.reshape(3, rows, 96 // n0, n0).transpose(0, 2, 1, 3))
-    slots = rng.permutation(3 * rows)[:rows] - 2
-    reshape_and_cache(key, None, nd, None, slots)
-    reshape_and_cache(key, None, nz, None, slots, cache_format="NZ")
-    assert nz.tobytes() == np.ascontiguousarray(nd.reshape(3, rows, -1, n0).transpose(0, 2, 1, 3)).tobytes()
-    if rows % 16 == 0:
-        assert nz.tobytes() == nd_to_nz(nd.reshape(3, rows, 96)).tobytes()
-
-
-# Threads
 
 
 @needs_two

@@ -68,17 +68,6 @@ def test_convert_to_another_format_and_back(file, tmp_path, cache):
             np.testing.assert_allclose(got.swapaxes(1, 2), given, atol=np.abs(given).max() / 200)
 
 
-def test_convert_keeps_rows_and_other_arrays_where_they_are(tmp_path, rng):
-    pool = rng.standard_normal((5, 2, 4, 3, 8)).astype(np.float32)
-    arrays = {"block_tables": np.array([[4, 1]]), "context_lens": np.array([6]), "more": np.arange(3)}
-    np.savez(tmp_path / "x.npz", **arrays, cache=pool)
-    how = "--layout", "flashinfer-nhd", "--to", "flashinfer-hnd"  # also --from
-    assert run("convert", tmp_path / "x.npz", tmp_path / "y.npz", *how)[0] == 0
-    found = files.read(tmp_path / "y.npz").arrays
-    assert np.array_equal(found["cache"], pool.transpose(0, 1, 3, 2, 4))
-    assert all(np.array_equal(found[name], array) for name, array in arrays.items())
-
-
 def test_convert_says_how_many_bytes_it_writes(tmp_path):
     arrays = {
         "block_table": np.array([[4, 1]]),

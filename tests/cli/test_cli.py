@@ -30,7 +30,7 @@ from kvkit.cache import OutOfBlocksError
 from kvkit.operators import OPERATORS, REQUIRED
 from kvkit.runtime import disk_cache, jit, source_digest
 from kvkit.runtime.jit import fingerprint
-from kvkit_cli import arguments, clusters, info, npz, show
+from kvkit_cli import arguments, clusters, info, npz
 from kvkit_cli.main import ARGUMENTS, SECTIONS, VERBS, main
 from kvkit_cuda.device_runtime import host, needs
 
@@ -328,21 +328,6 @@ def test_completion(words, offered):
         main, prog_name="kvkit"
     )
     assert {line.partition(",")[2] for line in done.stdout.splitlines()} == offered
-
-
-@pytest.mark.parametrize(
-    ("name", "known", "meant"),
-    [
-        ("layer", ["num_layer", "layer_idx"], "layer_idx"),
-        ("RUN", ["run", "list"], "run"),
-        ("Quant_Bit", ["quant_group", "quant_bit"], "quant_bit"),
-        ("paged_attention", ["multi_head_attention", "ascend.paged_attention"], "ascend.paged_attention"),
-        ("infp", ["run", "info"], "info"),
-    ],
-)
-def test_suggestions(name, known, meant):
-    assert show.suggestion(name, known) == f" (did you mean {meant}?)"
-    assert show.suggestion("zz", known) == ""
 
 
 @pytest.mark.parametrize("command", [["check"], ["inspect", "--stats"]], ids=str)
@@ -807,14 +792,6 @@ def test_modes_by_name_and_number(tmp_path, mode, in_file):
     assert run("run", name, source, "-o", output, *more)[0] == 0
     assert_arrays(output, direct(name, arrays, attrs))
     assert npz.read(output).metadata["attributes"]["compress_type"] == 2
-
-
-@pytest.mark.parametrize("values", [True, False], ids=["values", "keys alone"])
-def test_blocks_in_place(tmp_path, values):
-    name, arrays, attrs = split(CALLS["blocks rope"]()) if values else keys_alone("blocks rope")
-    npz.write(tmp_path / "in.npz", arrays)
-    assert run("run", name, tmp_path / "in.npz", "--in-place", *settings(attrs))[0] == 0
-    assert_arrays(tmp_path / "in.npz", arrays | direct(name, arrays, attrs))
 
 
 @pytest.mark.parametrize("text", ["linear", "'linear'", '"linear"', None])

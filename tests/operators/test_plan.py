@@ -2,7 +2,6 @@
 
 import copy
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import attention_scenes as scenes
 import numba
@@ -232,22 +231,6 @@ def test_threads_may_change_between_calls(rng):
                 assert_same(got, right)
     finally:
         numba.set_num_threads(before)
-
-
-def test_many_threads_may_share_a_plan(rng):
-    """Each with arrays of its own."""
-    call = scenes.dynamic_cache(rng, FP16, LENGTHS)
-    step, calls = warmed(call), list(layers(rng, call)) * 3
-    wanted = [one.copy().run() for one in calls]
-
-    def repeat(i):
-        mine = calls[i].copy()
-        return [attend(step, mine) for _ in range(30)]
-
-    with ThreadPoolExecutor(len(calls)) as pool:
-        for outputs, want in zip(pool.map(repeat, range(len(calls))), wanted, strict=True):
-            for output in outputs:
-                assert_same(output, want)
 
 
 WRONG_NOW = {

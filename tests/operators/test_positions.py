@@ -65,16 +65,6 @@ def test_bias_of_the_specification(backend):
     assert (mask[:, :, 4:] == -INF).all()
 
 
-def test_alibi_is_the_mask_of_an_attention_with_alibi(rng, backend):
-    n, m, heads, dim = 7, 12, 6, 16
-    query, key, value = (rng.standard_normal((1, k, heads, dim), np.float32) for k in (n, m, m))
-    call, sizes = kvkit.multi_head_attention, {"num_heads": heads, "head_dim": dim, "is_causal": False}
-    mask = backend.alibi_mask(n, m, num_heads=heads)
-    np.testing.assert_allclose(
-        call(query, key, value, mask, **sizes), call(query, key, value, is_alibi=True, **sizes), atol=1e-5
-    )
-
-
 @pytest.mark.cpu
 def test_alibi_masks_of_all_threads(rng, backend):
     n, m, heads = 150, 333, 4
