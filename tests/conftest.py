@@ -47,6 +47,19 @@ def poison():
     memory.check()
 
 
+@pytest.fixture
+def no_prints(monkeypatch):
+    """Leave pictures for print empty, which take as long as the others of a study."""
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    save = figure.savefig
+
+    def save_svg(self, *arguments, **options):
+        if options.get("format") != "png":
+            save(self, *arguments, **options)
+
+    monkeypatch.setattr(figure, "savefig", save_svg)
+
+
 def pytest_addoption(parser):
     about = "what runs the operators; `gpu` is a device, the others need none"
     parser.addoption("--backend", choices=backends.NAMES, default="cpu", help=about)

@@ -31,15 +31,8 @@ def test_readme_examples():
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/gallery.md"])
-def test_commands_of_pages(page, tmp_path, monkeypatch, capsys):
-    """Each line of the shell runs and prints what stands under it; make and pip are looked at only.
-
-    Pictures for print, which other tests look at, stay empty.
-    """
-    figure = pytest.importorskip("matplotlib.figure").Figure
-    save = figure.savefig
-    skip_png = lambda each, out, **how: how.get("format") != "png" and save(each, out, **how)  # noqa: E731
-    monkeypatch.setattr(figure, "savefig", skip_png)
+def test_commands_of_pages(page, tmp_path, monkeypatch, capsys, no_prints):
+    """Each line of the shell runs and prints what stands under it; make and pip are looked at only."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     programs = set()

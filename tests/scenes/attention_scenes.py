@@ -267,12 +267,10 @@ def dynamic_cache(
     kv_heads, lengths = kv_heads or heads, list(lengths)
     starts, rows = scenes.pages(rng, lengths, page_size) if mode else scenes.offsets(rng, lengths)
     sizes = {"row": rows, "layer": LAYERS, "kv": 2, "head": kv_heads, "dim": dim}
-    used = [
-        reference.cache_row(starts, b, t, mode, page_size)
-        for b, (past, _) in enumerate(lengths)
-        for t in range(past)
-    ]
-    cache, scale = cache_and_scale(rng, formats, DYNAMIC_AXES[layout], sizes, used)
+    tokens = [np.arange(past) for past, _ in lengths]
+    first = [starts[b, t // page_size] if mode else starts[b] for b, t in enumerate(tokens)]
+    used = [row + (t % page_size if mode else t) for row, t in zip(first, tokens, strict=True)]
+    cache, scale = cache_and_scale(rng, formats, DYNAMIC_AXES[layout], sizes, np.r_[0, *used][1:])
     past, seqlens = np.array(lengths, np.int64).reshape(-1, 2).T.copy()
     seqstarts, kvstarts = (np.r_[0, np.cumsum(x)].astype(np.int64) for x in (seqlens, past + seqlens))
     tokens = int(seqstarts[-1])

@@ -222,7 +222,7 @@ def test_what_was_understood_of_queries(arrays):
     assert str(tools.study(wide, "fp8")).splitlines()[2].startswith("note: queries: the last 6 tokens")
 
 
-def test_the_verb_and_its_report(arrays, tmp_path):
+def test_the_verb_and_its_report(arrays, tmp_path, no_prints):
     path, source = tmp_path / "kv.npz", tmp_path / "mine.py"
     np.savez(path, **arrays)
     source.write_text(
