@@ -48,12 +48,15 @@ def shared(function: Function) -> Any:
     return numba.njit(**options)(function)
 
 
-def helper(function: Function) -> Any:
-    """Compile a function that only CPU kernels call; its code becomes part of theirs."""
+def helper(function: Function, *, separate: bool = False) -> Any:
+    """Compile a function that only CPU kernels call; its code becomes part of theirs.
+
+    A `separate` helper is not inlined: LLVM optimises long loops once, not again where they are called.
+    """
     named = copy_under_own_name(function)
     options = OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     if numba_068.is_known():
-        return numba_068.inlined_helper(named, options)
+        return numba_068.inlined_helper(named, options, separate)
     return numba.njit(**options)(named)
 
 

@@ -44,13 +44,19 @@ def is_known() -> bool:
     return numba.__version__.startswith(KNOWN)
 
 
-def inlined_helper(function: Callable[..., Any], options: dict[str, Any]) -> "InlinedHelper":
+def inlined_helper(function: Callable[..., Any], options: dict[str, Any], separate: bool) -> "InlinedHelper":
     """Return a helper that is compiled no further than LLVM instructions, for kernels to link."""
-    return InlinedHelper(function, targetoptions=options | {"nopython": True}, pipeline_class=HelperCompiler)
+    helper = InlinedHelper(
+        function, targetoptions=options | {"nopython": True}, pipeline_class=HelperCompiler
+    )
+    helper.separate = separate
+    return helper
 
 
 class InlinedHelper(CPUDispatcher):
     """A helper that only kernels call. It has no address; kernels find it in Numba's target context."""
+
+    separate = False  # whether it stays a function of its own in kernels
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
         """Type a call without literals, so that calls with 1 and with 2 share one copy of the code."""
@@ -58,6 +64,9 @@ class InlinedHelper(CPUDispatcher):
 
     def add_overload(self, result: Any) -> None:
         """Make the compiled code known to kernels."""
+        if self.separate:
+            function = result.library.get_function(result.fndesc.llvm_func_name)
+            function.add_function_attribute("noinline")
         entry = object()
         self.targetctx.insert_user_function(entry, result.fndesc, [result.library])
         self.overloads[tuple(result.signature.args)] = result._replace(entry_point=entry)

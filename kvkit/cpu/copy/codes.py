@@ -18,6 +18,7 @@ from kvkit.cpu.copy.rows import READ, SIGNATURE, STORE, call_rows, copy_side_at,
 from kvkit.cpu.launches import WORKER, Launch, Record, address, run_workers, threads
 from kvkit.cpu.simd import codes as panels
 from kvkit.cpu.simd.lanes import LANES
+from kvkit.cpu.simd.panels import whole_groups_only
 from kvkit.formats.elements import BY_NAME, CODES, coarser
 from kvkit.formulas import numeric
 from kvkit.formulas.index import share
@@ -78,6 +79,7 @@ def widen_row(codes, product, plain):
     vector = panels.whole_panels(group) and not plain
     dequantize, rounded = numeric.dequantizing(element, product), numeric.rounding(element)
     panel: Any = panels.widen(bits, symmetric, scale_format, group, product, element) if vector else None
+    partial = not (vector and whole_groups_only(group))
 
     def row(target, codes, scales, dim):
         minima, whole = scales + dim // group * scale_bytes, 0
@@ -86,15 +88,16 @@ def widen_row(codes, product, plain):
             for i in range(0, whole, LANES):
                 at = i // group * scale_bytes
                 panel(codes + i * bits // 8, scales + at, minima + at, target + 4 * i)
-        for i in range(whole, dim):
-            at = i // group * scale_bytes
-            code = (get_byte(codes + i * bits // 8) >> (i * bits % 8)) & mask
-            if symmetric:
-                code -= (mask + 1) if code > most else 0
-                number = dequantize(code, get_scale(scales + at))
-            else:
-                number = rounded(np.float32(code) * get_scale(scales + at) + get_scale(minima + at))
-            put(target + 4 * i, number)
+        if partial:
+            for i in range(whole, dim):
+                at = i // group * scale_bytes
+                code = (get_byte(codes + i * bits // 8) >> (i * bits % 8)) & mask
+                if symmetric:
+                    code -= (mask + 1) if code > most else 0
+                    number = dequantize(code, get_scale(scales + at))
+                else:
+                    number = rounded(np.float32(code) * get_scale(scales + at) + get_scale(minima + at))
+                put(target + 4 * i, number)
 
     return callback(row_by_row(row), SIGNATURE, ("widen", codes, product, plain))
 
@@ -113,7 +116,8 @@ def encoder(codes, plain=False):
     size, width = BY_NAME[element].bytes(1), min(group, LANES)
     vector = panels.whole_panels(group) and not plain
     panel: Any = panels.encode(bits, codes.symmetric, scale_format, width, element) if vector else None
-    rest, step = encoded_groups(codes), max(group, LANES)
+    partial, step = not (vector and whole_groups_only(group)), max(group, LANES)
+    rest: Any = encoded_groups(codes) if partial else None
     scale_bytes = BY_NAME[scale_format].bytes(1)
     count = tokens if tokens > 1 else step // LANES  # vectors of a group
 
@@ -128,9 +132,10 @@ def encoder(codes, plain=False):
                     source + i * size, stride * size, count, codes + i * bits // 8, stride * bits // 8,
                     scales + at, minima + at,
                 )  # fmt: skip
-        rest(source, codes, scales, minima, whole // group, dim)
+        if partial:
+            rest(source, codes, scales, minima, whole // group, dim)
 
-    return callback(row_by_row(encode_block), SIGNATURE, ("encode", codes, plain))
+    return callback(row_by_row(encode_block), SIGNATURE, ("encode", codes, plain), control=vector)
 
 
 def encoded_groups(codes):

@@ -128,6 +128,7 @@ def dequantized_row(data_dtype, cache_format, scale_format, group, product, stre
         numeric.dequantizing(data_dtype, product),
     )
     panel: Any = panels.dequantize(*formats, stream) if vector else None
+    partial = not (vector and panels.whole_groups_only(group))
 
     def element(packed, cache, scale, i):
         code = get_code(cache + i * code_bits // 8)
@@ -151,9 +152,10 @@ def dequantized_row(data_dtype, cache_format, scale_format, group, product, stre
                     panel(codes + lane * code_bits // 8, scales, target + lane * packed_bytes)
                 codes, scales = codes + step * code_bits // 8, scales + scale_step
                 target, left = target + step * packed_bytes, left - 1
-        while target < end:  # ends at an address: LLVM neither unrolls it nor prepares for it in each row
-            element(packed, cache, get_scale(scale + i // shared * scale_bytes), i)
-            target, i = target + packed_bytes, i + 1
+        if partial:
+            while target < end:  # ends at an address: LLVM neither unrolls it nor prepares for it in each row
+                element(packed, cache, get_scale(scale + i // shared * scale_bytes), i)
+                target, i = target + packed_bytes, i + 1
 
     return row
 
@@ -186,6 +188,7 @@ def quantized_row(data_dtype, cache_format, scale_format, group):
     return row
 
 
+@functools.cache
 def panel_maxima(data_dtype, group, groups):
     """Return a helper that finds the largest magnitude of each group of some panels, token by token.
 
@@ -203,7 +206,7 @@ def panel_maxima(data_dtype, group, groups):
                     source += packed_step
                     largest += largest_step
 
-    return helper(find_maxima)
+    return helper(find_maxima, separate=True)
 
 
 def panel_codes(data_dtype, cache_format, scale_format, group, groups, room):
@@ -233,7 +236,7 @@ def panel_codes(data_dtype, cache_format, scale_format, group, groups, room):
                     target += code_step
                     scale_at += scale_step
 
-    return helper(write_codes)
+    return helper(write_codes, separate=True)
 
 
 def quantized_panels(data_dtype, cache_format, scale_format, group, groups):
@@ -244,7 +247,8 @@ def quantized_panels(data_dtype, cache_format, scale_format, group, groups):
     may be neighbours in the cache.
     """
     scales = panels.scales(data_dtype, cache_format, scale_format)
-    rest = helper(quantized_row(data_dtype, cache_format, scale_format, group))
+    partial = not panels.whole_groups_only(group)
+    rest: Any = helper(quantized_row(data_dtype, cache_format, scale_format, group)) if partial else None
     step = groups * group
     packed_step, code_step = BY_NAME[data_dtype].bytes(step), BY_NAME[cache_format].bytes(step)
     largest_bytes, scale_bytes = BY_NAME[data_dtype].bytes(1), BY_NAME[scale_format].bytes(1)
@@ -288,7 +292,7 @@ def quantized_panels(data_dtype, cache_format, scale_format, group, groups):
                     panel += across
                 head += most_heads
             token += most_tokens
-        if in_row * step < dim:
+        if partial and in_row * step < dim:
             for token in range(tokens):
                 for head in range(heads):
                     rest(

@@ -17,6 +17,11 @@ def lanes_divide(group):
     return group in (2, 4, 8) or group % LANES == 0
 
 
+def whole_groups_only(group):
+    """Return whether panels of 16 lanes hold every row of whole groups, without a rest."""
+    return group > 0 and group % LANES == 0
+
+
 @functools.cache
 def move(source, target, stream=False):
     """Return f(source, target), which converts 16 elements; the same format keeps the bits."""
