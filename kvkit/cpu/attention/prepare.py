@@ -359,10 +359,11 @@ def fixed_params(form, distances):
             leads.append(min(max(distance.bytes // max(*size, 1), LEAST_LEAD), distance.tokens))
     # Rows are decoded as a load does, or without rounding code * scale.
     direction = LOAD if form.exact or form.scale in (None, "float32") else READ
-    target, scales = form.data if form.rounds else "float32", (form.scale, form.group)
+    # Heads of one scale share a group as long as the larger; in a smaller head it is the whole row's.
+    target, groups = form.data if form.rounds else "float32", [form.group * (form.group <= dim) for dim in dims]
     to_float = [
-        decoder.to_float if decoder else rows_code(direction, target, side, *scales).address
-        for side in form.cache_formats
+        decoder.to_float if decoder else rows_code(direction, target, side, form.scale, group).address
+        for side, group in zip(form.cache_formats, groups, strict=True)
     ]
     most_narrow = in_tiles[-1] if in_tiles else NARROW  # rows of a narrow tile
     fixed = dict.fromkeys(LATE_FIELDS, 0) | workspace_fields(form, most_narrow, block, max(leads)) | {
