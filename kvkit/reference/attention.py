@@ -40,7 +40,9 @@ def visible_keys(n: int, m: int, i: int, causal: bool, window: tuple[int, int]) 
 
 def softmax(scores: Array, sink: Any) -> tuple[Array, float]:
     """Return (weights, log-sum-exp). A sink is one more score, whose weight is not returned."""
-    m = max(scores.max(initial=-math.inf), -math.inf if sink is None else sink)
+    m = scores.max(initial=-math.inf)
+    if sink is not None and m == m and not sink <= m:  # NaN of either stays
+        m = sink
     if m == -math.inf:
         return np.zeros_like(scores), -math.inf
     if sink == math.inf:  # the sink takes all weight

@@ -101,6 +101,16 @@ def test_every_code_read_in_place(case):
             given = [x[[1, 0]] for x in given]
 
 
+@pytest.mark.parametrize(
+    ("text", "dims"), [("fp8:g24", (96, 48)), ("int8:g24", (96, 48)), ("e5m2:g40", (80, 80))]
+)
+def test_groups_that_no_vectors_fill(text, dims):
+    layer, given = QuantizedLayer(text, residual_length=4), states(20, dims=dims)
+    views = feed(layer, given, 20)
+    for heads in (2, 8):
+        check(layer, views, queries(heads, 1, dims[0], "float32"))
+
+
 def unrounded(side):
     """Return a side's tokens in float32, coded ones as their codes say."""
     bits, dim, sink, coded = side.spec.bits, side.shape[3], min(side.sink, side.length), side.codes_read

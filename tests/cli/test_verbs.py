@@ -129,6 +129,7 @@ def test_json(folder, code, command, look, value):
 NO_GPU = "expected an NVIDIA GPU and its driver"
 REFUSED = [  # the command; texts of its message; the code, if it is not 2
     ("rnu", "no verb 'rnu' (did you mean run?) (see kvkit --help)"),
+    ("RUN", "no verb 'RUN' (did you mean run?)"),
     ("vectors", "kvkit: expected one of the commands diff, export, make, replay, verify (see"),
     ("frobnicate", f"no verb 'frobnicate'; there are {', '.join(VERBS)} (see kvkit"),
     ("alibi_mask IN", "but an operator: kvkit run alibi_mask IN.npz -o OUT.npz (see kvkit --help)"),

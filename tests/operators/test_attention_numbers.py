@@ -234,6 +234,18 @@ def test_a_huge_sink_leaves_nothing(kind, rng):
 
 
 @kinds
+def test_a_sink_of_nan_beside_hidden_keys(kind, rng):
+    sinks = np.array([np.nan, 1, np.nan, -np.inf], np.float32)
+    call = any_kind(kind, rng, FP32, 9, 2, sinks=sinks)
+    columns = scenes.context(call) if "static" in kind else int(call["kvstarts"][-1])
+    rows = call["query"].shape[-3]
+    call = call.but(attn_mask=np.full((rows, columns), -np.inf, np.float32))
+    lse = call.run(return_lse=True)[1]
+    assert_array_equal(lse, np.broadcast_to(np.where(np.isnan(sinks), np.nan, sinks), lse.shape))
+    assert_array_equal(call.expected()[1], lse)
+
+
+@kinds
 def test_softcap_of_huge_scores(kind):
     """tanh is 1 or -1 there."""
     call = [1e30, -1e30, 1e30]

@@ -248,8 +248,10 @@ class BlockAllocator:
             ids += other._ids[: ID_BYTES * other.length] + seq._ids[ID_BYTES * row :]
         intact = min(row, seq.length if seq._intact is None else seq._intact)
         table, targets = self._take_pages(layout)
-        seq.length, seq._table, seq._borders = len(rows), array("q", table), layout.borders
-        seq._ids, seq._ropes, seq._intact, seq._row_positions = ids, ropes, intact, plan.after
+        seq._become(
+            length=len(rows), _table=array("q", table), _borders=layout.borders, _ids=ids, _ropes=ropes,
+            _intact=intact, _row_positions=plan.after,
+        )  # fmt: skip
         del seq._chain[1 + intact // size :]
         if len(targets):
             self._copy_rows(layout.sources, targets)  # type: ignore[misc]  # checked
@@ -303,11 +305,12 @@ class BlockAllocator:
         # After a crop other tokens may follow than those whose ids are known.
         is_crop = after.length < now.length and not plan.kept[-1:].all()
         seq._keep_ids(plan.kept, is_crop=is_crop)
-        seq.length, seq._borders = len(after.positions), borders
-        seq._table = array("q", table)
-        seq._row_positions = None if after.is_plain() else after
-        seq._intact = None if seq._row_positions is None and seq.length <= intact else intact
-        del seq._chain[1 + min(intact, seq.length) // self.page_size :]
+        length, positions = len(after.positions), None if after.is_plain() else after
+        seq._become(
+            length=length, _table=array("q", table), _borders=borders, _row_positions=positions,
+            _intact=None if positions is None and length <= intact else intact,
+        )  # fmt: skip
+        del seq._chain[1 + min(intact, length) // self.page_size :]
 
     @whole_or_refused
     def free(self, seq: Sequence) -> None:

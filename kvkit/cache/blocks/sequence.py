@@ -184,6 +184,10 @@ class Sequence:
         self._borders, self._intact = borders, intact
         self._row_positions = None if rows.is_plain() else rows
 
+    def _become(self, **attributes: Any) -> None:
+        """Set attributes in one step: after an interrupt all are old or all are new."""
+        any(map(setattr, itertools.repeat(self), attributes, attributes.values()))  # one call, in C
+
     def _keep_ids(self, kept: Array, is_crop: bool) -> None:
         """Drop the ids of tokens that are not kept; with `is_crop` also the ids of tokens to come."""
         ids = np.frombuffer(bytes(self._ids), "<i8")

@@ -360,7 +360,10 @@ def fixed_params(form, distances):
     # Rows are decoded as a load does, or without rounding code * scale.
     direction = LOAD if form.exact or form.scale in (None, "float32") else READ
     # Heads of one scale share a group as long as the larger; in a smaller head it is the whole row's.
-    target, groups = form.data if form.rounds else "float32", [form.group * (form.group <= dim) for dim in dims]
+    target, groups = (
+        form.data if form.rounds else "float32",
+        [form.group * (form.group <= dim) for dim in dims],
+    )
     to_float = [
         decoder.to_float if decoder else rows_code(direction, target, side, form.scale, group).address
         for side, group in zip(form.cache_formats, groups, strict=True)

@@ -229,7 +229,7 @@ def row_decoder(key, value, dims):
     """Return the decoder of keys and values with these codes; it reads in place if rows are whole vectors."""
     # Machine code only depends on whether a block has several tokens.
     key, value = (replace(side, tokens=min(side.tokens, 2)) for side in (key, value))
-    vectors = all(side.cache_format or whole_panels(side.group) for side in (key, value))
+    vectors = all(whole_panels(side.group) for side in (key, value))
     if not vectors or any(dim % chunks.LANES for dim in dims):
         return prepare.RowDecoder(widen_segments.code.address, None, None)
 

@@ -45,8 +45,8 @@ def rows(
 ):
     """Compile the transfer of rows between the formats `data_dtype` and `cache_format`.
 
-    For codes, `scale_format` is the format of scales, `group` elements share one, rows are whole groups, and a
-    panel of a store has `groups` groups (see `panels.groups_in_panel`). A group of 0 means one scale for a
+    For codes, `scale_format` is the format of scales, `group` elements share one, rows are whole groups, and
+    a panel of a store has `groups` groups (see `panels.groups_in_panel`). A group of 0 means one scale for a
     row; a store reads it.
     `stream` uses non-temporal stores; `plain` uses scalar code only (tests). READ, which attention uses,
     differs from LOAD only in that it does not round code * scale to the format of the scales. For 8-bit
