@@ -22,7 +22,8 @@ def share_threads() -> None:
 
     After an operator torch's threads wait for the next one awake, which takes the cores from other threads.
     """
-    library = ctypes.CDLL(sys.modules["torch._C"].__file__)
+    compiled = sys.modules.get("torch._C")  # not there while pages are made without torch
+    library = compiled and ctypes.CDLL(compiled.__file__)
     parallel = getattr(library, "GOMP_parallel", None)  # absent from other compilers' OpenMP
     cpu.launches.parallel = ctypes.cast(parallel, ctypes.c_void_p).value or 0 if parallel else 0
 
