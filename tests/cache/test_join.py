@@ -322,3 +322,15 @@ def test_index_keys_come_with_their_rows(rng, at):
     caches[0].append(caches[1], at)
     expected = np.insert(own[0], [3 if at is None else at] * 3, own[1], axis=1)
     np.testing.assert_array_equal(caches[0].layers[0].index_keys, expected)
+
+
+@pytest.mark.parametrize("make", [SlidingWindowLayer, ChunkedLayer])
+def test_a_layer_without_tokens_changes_nothing_of_a_window_of_one(make, rng):
+    layer, new = make(1), rng.standard_normal((1, 2, 1, DIM), np.float32)
+    layer.update(new, new)
+    before = layer.attend(new)
+    layer.append(make(1), rope="none")
+    np.testing.assert_array_equal(layer.attend(new), before)
+    layer.update(new[:, :, :0], new[:, :, :0])
+    with pytest.raises(KvkitError, match="at: expected 1, the end of a layer with a window, got 0"):
+        layer.append(make(1), at=0, rope="none")

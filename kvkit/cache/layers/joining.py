@@ -6,6 +6,7 @@ key is rotated, and no code is decoded.
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
@@ -78,7 +79,7 @@ def plan_join(layer: Any, now: RowPositions, other: Any, at: SupportsIndex | Non
         other.positions, pieces_array(other._pieces(other.span.oldest)), length, count
     )
     row, moved = join_positions(now, theirs, at, rotation)
-    if layer.window is not None and row < len(now.positions):
+    if layer.window is not None and at is not None and operator.index(at) < now.length:
         raise argument_error("at", f"{now.length}, the end of a layer with a window", at)
     layer._check_room(layer.span.length, count)
     return Join(other, row, count, moved)

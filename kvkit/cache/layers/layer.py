@@ -369,10 +369,11 @@ class Layer(BaseLayer):
     @one_call_at_a_time
     @whole
     def _join(self, plan: Join) -> None:
-        """Carry out a plan that `_plan_join` returned."""
+        """Carry out a plan that `_plan_join` returned; without new rows nothing changes."""
+        if not plan.new:
+            return
         after, length = plan.moved.after, self.span.length + plan.new
-        if plan.new:
-            self._join_rows(plan)
+        self._join_rows(plan)
         span = self.span
         self.span = Span(
             length, max(span.oldest, self._stored_from(length)), span.oldest, span.origin, length
