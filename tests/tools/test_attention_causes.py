@@ -65,6 +65,27 @@ def test_mistakes_of_attention(rng, words, dtype):
             assert all(each.explained > 0.95 * each.differing for each in found.causes)
 
 
+@pytest.mark.parametrize(
+    ("own", "scale", "tokens"),
+    [
+        (D**-0.5, 0.0125, 5), (D**-0.5, 0.0235, 5),  # powers of two explain bfloat16 nearly as well
+        (D**-0.5, 32 * D**-0.5, 1),  # a few keys have all of the weight
+        (-0.2, -0.27, 5),
+    ],
+)  # fmt: skip
+def test_a_scale_is_named_closely(own, scale, tokens, rng):
+    query = rng.standard_normal((2, 6, tokens, D)).astype(ml_dtypes.bfloat16)
+    key, value = rng.standard_normal((2, 2, 2, 40, D)).astype(ml_dtypes.bfloat16)
+    right, wrong = (
+        {"attn_output": attend(query, key, value, each)[0].astype(ml_dtypes.bfloat16)}
+        for each in (own, scale)
+    )
+    like = {"query": query, "key": key, "value": value, "softmax_scale": np.array(own)}
+    [found] = diff(right, wrong, like=like).causes
+    assert found.name == "another softmax_scale"
+    assert float(found.detail.partition(" ")[0].strip(",")) == pytest.approx(scale, rel=0.02)
+
+
 def test_bases_of_log_sum_exps(rng):
     lse = rng.standard_normal((3, 8)) + 2
     lse[1] = -np.inf  # an empty context
@@ -89,16 +110,19 @@ def shortened(operator, given):
     ("operator", "change", "cause"),
     [
         ("multi_head_attention", scaled, "another softmax_scale"),
-        ("multi_head_cache_attention", scaled, "another softmax_scale"),
         ("dynamic_batching.multi_head_attention", scaled, "another softmax_scale"),
-        ("dynamic_batching.multi_head_cache_attention", scaled, "another softmax_scale"),
         ("paged_attention", scaled, "another softmax_scale"),
-        ("mla_attention", scaled, "another softmax_scale"),
         ("ascend.paged_attention", scaled, "another softmax_scale"),
+        *(
+            pytest.param(operator, scaled, "another softmax_scale", marks=pytest.mark.slow)
+            for operator in (
+                "multi_head_cache_attention", "dynamic_batching.multi_head_cache_attention", "mla_attention",
+            )
+        ),
         ("paged_attention", shortened, "contexts one token short"),
         ("ascend.paged_attention", shortened, "contexts one token short"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_of_a_device(tmp_path, operator, change, cause):
     """The device is the reference with a mistake in it."""
     vectors.make(tmp_path / "pack", operator=operator)

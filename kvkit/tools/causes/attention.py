@@ -22,7 +22,7 @@ OF_DTYPE = {"float32": 2**-17, "float16": 2**-9, "bfloat16": 2**-6, "float64": 2
 RIGHT, EXPLAINED = 0.02, 0.9  # the most that is left of a difference, squared; the least share of elements
 BASES = {"base 2": 1 / np.log(2), "base 10": 1 / np.log(10), "base e for base 2": np.log(2)}
 ATTENDS, STORES = ("query", "key", "value"), ("current_key", "cache")  # inputs that name an operator
-HALVINGS = 24  # steps of the search for a scale
+STEPS, SHARE, CLOSE = 8, 0.03, 1e-3  # of the search for a scale: most steps, the change tried, the last one
 
 
 class AttentionRecall(NamedTuple):
@@ -167,31 +167,31 @@ def other_scale(trial: Trial) -> Guesses:
              "for exp2, without it": own / np.log(2), "for exp, with exp2": own * np.log(2)}  # fmt: skip
     tried = {scale: left_over(trial, attend(scale)) for scale in usual.values()}
     tried |= {each: left_over(trial, attend(each)) for each in own * 2.0 ** np.arange(-6, 7)}
-    order = sorted(tried)
     best = min(tried, key=lambda scale: tried[scale])
-    if tried[best] < RIGHT:
-        name = next((name for name, scale in usual.items() if scale == best), "")
-        words = f"{best:.4g}{', ' * bool(name)}{name} for {own:.4g}"
-        if guesses := list(explains(trial, attend(best), words, bits=6)):
-            yield from guesses
-            return
-    at = order.index(best)
-    if tried[best] > 1 or at in (0, len(order) - 1):
+    name = next((name for name, scale in usual.items() if scale == best), "")
+    named = f"{best:.4g}, {name} for {own:.4g}"
+    if name and (guesses := list(explains(trial, attend(best), named, bits=6))):
+        yield from guesses
         return
-    low, high, ratio = np.log(order[at - 1]), np.log(order[at + 1]), (5**0.5 - 1) / 2
-    places = [high - ratio * (high - low), low + ratio * (high - low)]
-    left = [left_over(trial, attend(np.exp(each))) for each in places]
-    for _ in range(HALVINGS):  # golden sections: one of the two places is one of the next two
-        if left[0] < left[1]:
-            high = places[1]
-            places, left = [high - ratio * (high - low), places[0]], [np.nan, left[0]]
-        else:
-            low = places[0]
-            places, left = [places[1], low + ratio * (high - low)], [left[1], np.nan]
-        left = [left_over(trial, attend(np.exp(x))) if np.isnan(y) else y
-                for x, y in zip(places, left, strict=True)]  # fmt: skip
-    found = float(np.exp((low + high) / 2))
-    yield from explains(trial, attend(found), f"{found:.3g} for {own:.4g}", bits=24)
+    if tried[best] > 1:
+        return
+    found, got = best, trial.got.astype(np.float64)
+    for _ in range(STEPS):  # Newton's method for least squares, in the logarithm of the scale
+        here, near = attend(found), attend(found * np.exp(SHARE))
+        if here is None or near is None:
+            break
+        slope, rest = near - here, got - here
+        finite = np.isfinite(slope) & np.isfinite(rest)
+        steepness = np.square(slope[finite]).sum()
+        if not steepness:  # one key has all of the weight
+            break
+        shares = SHARE * (slope * rest)[finite].sum() / steepness
+        found = float(np.clip(found * np.exp(shares), *sorted((best / 2, best * 2))))
+        if abs(shares) < CLOSE:
+            break
+    found = min((best, found), key=lambda scale: left_over(trial, attend(scale)))
+    words, bits = (f"{found:.4g}", 6) if found == best else (f"{found:.3g}", 24)
+    yield from explains(trial, attend(found), f"{words} for {own:.4g}", bits)
 
 
 @cause("query heads read other key heads")
