@@ -252,7 +252,7 @@ def find_conflict(
     return FINE, 0, 0, 0
 
 
-@compiled(types.void(*[INDEX] * 3, types.CPointer(types.int32), INDEX, *[types.int64] * 6), control=True)
+@compiled(types.void(*[INDEX] * 3, types.CPointer(types.int32), INDEX, *[types.int64] * 6), passes="few")
 def scan_pages(
     numbers: Integers, lengths: Integers, table: Integers, narrow_table: Integers, starts: Integers,
     batch: int, columns: int, blocks: int, page_size: int, listed: int, narrow: int,

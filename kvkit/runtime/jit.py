@@ -83,14 +83,13 @@ def callback(
     key: Any = (),
     *,
     parallel: bool = False,
-    control: bool = False,
-    emulation: bool = False,
+    passes: str = "all",
 ) -> "Code":
     """Load a function from disk, or compile it, as machine code that kernels call by its address.
 
     `key` has the values of the variables that the function closes over; key and signature identify a variant.
-    A `control` function only decides and calls: it is optimised less, so that a first call is faster. An
-    `emulation` of instructions, which only tests call, is not optimised.
+    `passes` says how LLVM optimises it: "few" for a function that decides and calls, whose loops are short or
+    in vector forms already, so that a first call is faster; "none" for what only tests call.
     """
     locks.refuse_after_fork()
     options = OPTIONS | {"parallel": True} if parallel else OPTIONS
@@ -103,8 +102,7 @@ def callback(
         notices.compiling(full_name(function), llvm.get_host_cpu_name())
         pipeline: Any = compiler.Compiler
         if numba_068.is_known():
-            pipeline = numba_068.ControlCompiler if control else numba_068.KernelCompiler
-            pipeline = numba_068.EmulationCompiler if emulation else pipeline
+            pipeline = functools.partial(numba_068.KernelCompiler, passes=passes)
         named = copy_under_own_name(function)
         kernel = ccallback.CFunc(named, signature, {}, dict(options), pipeline)
         with lazy_imports.gc_paused():
@@ -127,7 +125,7 @@ class Kernel:
         return callback(self.function, self.signature, **self.options)
 
 
-def compiled(signature: Any, **options: bool) -> Callable[[Function], Kernel]:
+def compiled(signature: Any, **options: Any) -> Callable[[Function], Kernel]:
     """Return a decorator that makes a kernel; `options` are those of `callback`."""
     return functools.partial(Kernel, signature=signature, options=options)
 

@@ -31,12 +31,8 @@ UNUSED_PASSES = {  # they handle closures, arrays, `with` and loops over literal
     untyped_passes.WithLifting,
 }
 # Operators on plain numbers, without powers, whose literal exponents have rules of their own.
-OF_PLAIN = {getattr(operator, name) for name in operator.__all__} - {
-    pow,
-    operator.pow,
-    operator.ipow,
-}
-OF_PLAIN |= {bool, min, max}
+POWERS = {pow, operator.pow, operator.ipow}
+OF_PLAIN = {getattr(operator, name) for name in operator.__all__} - POWERS | {bool, min, max}
 
 
 def is_known() -> bool:
@@ -108,10 +104,18 @@ class HelperLibrary(JITCodeLibrary):
         return self._linking_libraries
 
 
+# Options of LLVM's optimisation that differ from Numba's, for `jit.callback`.
+PASSES: dict[str, dict[str, Any]] = {
+    "all": {},
+    "few": {"opt": 1, "loop_vectorize": False, "slp_vectorize": False},  # less code, two thirds of the time
+    "none": {"opt": 0},  # slow code, in half of the time
+}
+
+
 class KernelLibrary(HelperLibrary):
     """Links helpers into their kernel as internal functions, so that LLVM can drop their error paths."""
 
-    passes: ClassVar[dict[str, Any]] = {}  # options of LLVM's optimisation that differ from Numba's
+    passes = "all"
 
     def finalize(self) -> None:
         """Link all helpers that the kernel reaches, and assemble."""
@@ -128,7 +132,7 @@ class KernelLibrary(HelperLibrary):
         for function in self._final_module.functions:
             if function.linkage == llvm.Linkage.linkonce_odr:
                 function.linkage = llvm.Linkage.internal
-        passes, builder = self._codegen._module_pass_manager(**self.passes)
+        passes, builder = self._codegen._module_pass_manager(**PASSES[self.passes])
         passes.run(self._final_module, builder)
 
 
@@ -309,34 +313,14 @@ class KernelCompiler(HelperCompiler):
 
     library_class = KernelLibrary
 
-
-class ControlLibrary(KernelLibrary):
-    """Machine code of a kernel that decides and calls. Its loops are short, or in vector forms already."""
-
-    passes: ClassVar[dict[str, Any]] = {"opt": 1, "loop_vectorize": False, "slp_vectorize": False}
+    def __init__(self, *arguments: Any, passes: str = "all") -> None:
+        super().__init__(*arguments)
+        self.state.library.passes = passes
 
 
-class ControlCompiler(KernelCompiler):
-    """Compiles a kernel into a `ControlLibrary`: less code, in two thirds of LLVM's time."""
-
-    library_class = ControlLibrary
-
-
-class EmulationLibrary(KernelLibrary):
-    """Machine code of a kernel that only tests run."""
-
-    passes: ClassVar[dict[str, Any]] = {"opt": 0}
-
-
-class EmulationCompiler(KernelCompiler):
-    """Compiles a kernel into an `EmulationLibrary`: slow code, in half of the time."""
-
-    library_class = EmulationLibrary
-
-
-class FormulaCompiler(ControlCompiler):
+class FormulaCompiler(KernelCompiler):
     """Compiles a formula together with the helpers it reaches, for Python."""
 
     def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+        super().__init__(*arguments, passes="few")
         self.state.flags.no_compile = self.state.flags.no_cpython_wrapper = False

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kvkit.cache.layers.changes import assign
 from kvkit.cache.layers.positions import Piece, RowPositions, pieces_array
 from kvkit.checks import index_tensors
 from kvkit.checks.values import integer
@@ -185,8 +186,8 @@ class Sequence:
         self._row_positions = None if rows.is_plain() else rows
 
     def _become(self, **attributes: Any) -> None:
-        """Set attributes in one step: after an interrupt all are old or all are new."""
-        any(map(setattr, itertools.repeat(self), attributes, attributes.values()))  # one call, in C
+        """Set attributes in one step."""
+        assign((self, name, value) for name, value in attributes.items())
 
     def _keep_ids(self, kept: Array, is_crop: bool) -> None:
         """Drop the ids of tokens that are not kept; with `is_crop` also the ids of tokens to come."""

@@ -24,7 +24,7 @@ add_floats, add_halves = attention.add_mask("float32"), attention.add_mask("floa
 add_bfloat16, add_bools = attention.add_mask("bfloat16"), attention.add_mask("bool")
 
 
-@compiled(STEP, control=True)
+@compiled(STEP, passes="few")
 def add_biases(params_address, block_address, tile_address):
     """Cap the scores of a tile [tokens, rows], then add ALiBi and mask where a query sees the key."""
     params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)

@@ -81,7 +81,7 @@ def finish(params, block, engine, state):
     return True
 
 
-@compiled(types.void(*[types.int64] * 4), control=True)
+@compiled(types.void(*[types.int64] * 4), passes="few")
 def merge_splits(params_address, block_address, splits, states):
     """Write the outputs of a tile group from the states of its splits, which are added in order."""
     params, block = params_at(params_address), block_at(block_address)

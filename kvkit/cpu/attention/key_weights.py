@@ -42,7 +42,7 @@ def record_at(params, block, tile):
     return block.weights + 2 * SUMS + MATRIX + number * bytes
 
 
-@compiled(STEP, control=True)
+@compiled(STEP, passes="few")
 def keep_weights(params_address, block_address, tile_address):
     """Keep P and m' of a tile, after the softmax of a block."""
     params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
@@ -52,7 +52,7 @@ def keep_weights(params_address, block_address, tile_address):
     attention.scale_by(tile.m, at + 4 * block.rows * block.size, max(block.rows, LANES), one)
 
 
-@compiled(STEP, control=True)
+@compiled(STEP, passes="few")
 def add_key_weights(params_address, block_address, _):
     """Add the weights of a work item's query rows to the sums of their keys."""
     params, block = params_at(params_address), block_at(block_address)

@@ -110,7 +110,7 @@ STEP = types.void(*[types.int64] * 3)  # a step (addresses of params, block, til
 
 def step_code(function, key, *, in_memory=False):
     """Compile a step; `key` has the values that it closes over. Tiles may be emulated `in_memory`."""
-    return callback(function, STEP, key, emulation=in_memory)
+    return callback(function, STEP, key, passes="none" if in_memory else "all")
 
 
 @memory.machine_code

@@ -40,7 +40,7 @@ ENOUGH = 32  # work items that give every thread some
 count_up, block_memory = memory.count_up, memory.scratch(BLOCK.dtype.itemsize)
 
 
-@compiled(WORKER, control=True)
+@compiled(WORKER, passes="few")
 def schedule(worker, params_address):
     """Write the kinds of tiles, the length of splits and the number of work items into the params.
 
@@ -87,7 +87,7 @@ def schedule(worker, params_address):
         params.splits += groups * splits if splits > 1 else 0
 
 
-@compiled(WORKER, control=True)
+@compiled(WORKER, passes="few")
 def work(worker, params_address):
     """Run work items until none is left.
 

@@ -18,7 +18,7 @@ from kvkit.cpu.copy.rows import READ, SIGNATURE, STORE, call_rows, copy_side_at,
 from kvkit.cpu.launches import WORKER, Launch, Record, address, run_workers, threads
 from kvkit.cpu.simd import codes as panels
 from kvkit.cpu.simd.lanes import LANES
-from kvkit.cpu.simd.panels import whole_groups_only
+from kvkit.cpu.simd.panels import leaves_rest
 from kvkit.formats.elements import BY_NAME, CODES, coarser
 from kvkit.formulas import numeric
 from kvkit.formulas.index import share
@@ -79,7 +79,7 @@ def widen_row(codes, product, plain):
     vector = panels.whole_panels(group) and not plain
     dequantize, rounded = numeric.dequantizing(element, product), numeric.rounding(element)
     panel: Any = panels.widen(bits, symmetric, scale_format, group, product, element) if vector else None
-    partial = not (vector and whole_groups_only(group))
+    partial = not vector or leaves_rest(group)
 
     def row(target, codes, scales, dim):
         minima, whole = scales + dim // group * scale_bytes, 0
@@ -116,7 +116,7 @@ def encoder(codes, plain=False):
     size, width = BY_NAME[element].bytes(1), min(group, LANES)
     vector = panels.whole_panels(group) and not plain
     panel: Any = panels.encode(bits, codes.symmetric, scale_format, width, element) if vector else None
-    partial, step = not (vector and whole_groups_only(group)), max(group, LANES)
+    partial, step = not vector or leaves_rest(group), max(group, LANES)
     rest: Any = encoded_groups(codes) if partial else None
     scale_bytes = BY_NAME[scale_format].bytes(1)
     count = tokens if tokens > 1 else step // LANES  # vectors of a group
@@ -135,7 +135,8 @@ def encoder(codes, plain=False):
         if partial:
             rest(source, codes, scales, minima, whole // group, dim)
 
-    return callback(row_by_row(encode_block), SIGNATURE, ("encode", codes, plain), control=vector)
+    passes = "few" if vector else "all"
+    return callback(row_by_row(encode_block), SIGNATURE, ("encode", codes, plain), passes=passes)
 
 
 def encoded_groups(codes):

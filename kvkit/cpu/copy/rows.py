@@ -67,7 +67,7 @@ def rows(
     else:
         transfer = quantized_panels(*formats, group, groups)
     key = direction, *formats, group, groups, stream, plain
-    return callback(transfer, SIGNATURE, (*key, machine.has_integers()), control=True)  # panels are vectors
+    return callback(transfer, SIGNATURE, (*key, machine.has_integers()), passes="few")  # panels are vectors
 
 
 def row_by_row(row):
@@ -129,7 +129,7 @@ def dequantized_row(data_dtype, cache_format, scale_format, group, product, stre
         numeric.dequantizing(data_dtype, product),
     )
     panel: Any = panels.dequantize(*formats, stream) if vector else None
-    partial = not (vector and panels.whole_groups_only(group))
+    partial = not vector or panels.leaves_rest(group)
 
     def element(packed, cache, scale, i):
         code = get_code(cache + i * code_bits // 8)
@@ -248,7 +248,7 @@ def quantized_panels(data_dtype, cache_format, scale_format, group, groups):
     may be neighbours in the cache.
     """
     scales = panels.scales(data_dtype, cache_format, scale_format)
-    partial = not panels.whole_groups_only(group)
+    partial = panels.leaves_rest(group)
     rest: Any = helper(quantized_row(data_dtype, cache_format, scale_format, group)) if partial else None
     step = groups * group
     packed_step, code_step = BY_NAME[data_dtype].bytes(step), BY_NAME[cache_format].bytes(step)

@@ -17,9 +17,9 @@ def lanes_divide(group):
     return group in (2, 4, 8) or group % LANES == 0
 
 
-def whole_groups_only(group):
-    """Return whether panels of 16 lanes hold every row of whole groups, without a rest."""
-    return group > 0 and group % LANES == 0
+def leaves_rest(group):
+    """Return whether a row of whole groups may end in elements that fill no panel of 16 lanes."""
+    return group == 0 or group % LANES != 0
 
 
 @functools.cache
@@ -62,7 +62,9 @@ def dequantize(codes, scale_format, group, rounded, target, stream=False):
 
 
 def groups_in_panel(group, groups):
-    """Return how many of a row's groups a quantizing panel takes, for 16 or more elements."""
+    """Return how many of a row's groups a quantizing panel takes; 0 if no panels fit the groups."""
+    if not lanes_divide(group):
+        return 0
     fewest = max(1, LANES // group)
     fitting = [n for n in (16, 8, 4, 2, 1) if n >= fewest and n * group <= WIDEST and groups % n == 0]
     return fitting[0] if fitting else fewest
