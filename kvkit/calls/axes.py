@@ -65,6 +65,8 @@ def hint(
         return f"; it is {' or '.join(legal)}" if legal else ""
     if name not in axes:
         axes = {each: names for each, names in axes.items() if names[0] not in FIRST_AXES}
+    if passes(values):  # these checks do not see what is wrong, and would not see that it stays
+        return ""
     for names, i, j in exchanges(axes, name):
         turned = {}  # arrays over the same memory: no element is read
         for each in names:
