@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(abspath $(VENV))/bytecode
 
-.PHONY: demo demo-model test test-cuda test-model test-transformers test-dask test-peers test-dist test-docs test-all test-gpu
+.PHONY: demo demo-model test test-slow test-cuda test-model test-transformers test-dask test-peers test-dist test-docs test-all test-gpu
 .PHONY: docs lint bench bench-gpu dist clean
 
 $(BIN)/python:
@@ -49,12 +49,19 @@ demo-model: $(VENV)/kvkit.data $(VENV)/smollm2
 # Tests run in a process for each core. A thread that waits gives its core up (OMP_WAIT_POLICY); threads of numpy's
 # products would not, and there are none.
 PYTEST := OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+ON_CPU = --ignore tests/ptx -m "$(1) and not model and not transformers and not peers and not site and not perf"
 
 # Test what runs on a CPU, and the numbers of kvkit_cuda in the CUDA simulator, in processes of its own.
 test: $(VENV)/kvkit.test
 	@$(BIN)/python -c "import numba_cuda"  # without which tests of its host's side would be left out
 	$(PYTEST) --backend simulator -m "not slow and not perf"
-	$(PYTEST) --ignore tests/ptx -m "not slow and not model and not transformers and not peers and not site and not perf"
+	$(PYTEST) $(call ON_CPU,not slow)
+
+# Test what takes long: interrupts at every line, kernels of every format, more random calls. Random attention in the
+# simulator takes half an hour, and is left to `test-all`.
+test-slow: $(VENV)/kvkit.test
+	$(PYTEST) --backend simulator -m "slow and not perf" --deselect tests/operators/test_random_calls.py::test_attention
+	$(PYTEST) $(call ON_CPU,slow) --deselect tests/cli/test_packaging.py
 
 # Test the code that kvkit_cuda makes for a GPU, without one: its PTX, on a machine too, and a stand-in for the driver.
 test-cuda: $(VENV)/kvkit.test $(VENV)/kvkit.test-cuda

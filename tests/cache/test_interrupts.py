@@ -10,6 +10,7 @@ import sys
 
 import numpy as np
 import pytest
+import surroundings
 from block_scenes import filled as added
 from block_scenes import state
 from kind_scenes import CODES, KINDS, append, attend, bits, tokens
@@ -98,9 +99,10 @@ READS = {
 }
 
 
-# Of lines of calls that only read, or that another call runs too, one of so many is tried.
-STRIDES = dict.fromkeys(READS, 6) | dict.fromkeys(("remove, close", "shift", "retain"), 4)
-STRIDES |= dict.fromkeys(("compress", "append before", "reorder to more"), 3)
+# One of so many lines is tried, fewer of calls that only read, or whose lines another call runs too.
+STRIDES = dict.fromkeys(CALLS, 4) | dict.fromkeys(READS, 16)
+STRIDES |= dict.fromkeys(("remove, close", "shift", "retain"), 12)
+STRIDES |= dict.fromkeys(("compress", "append before", "reorder to more"), 8)
 
 
 def unscored(layer, keys, values, queries):
@@ -230,7 +232,7 @@ def cost(kind):
 
 
 def lines_of(call):
-    """Return {kind: numbers of lines in the call}, so that each source line of kvkit/cache is tried once.
+    """Return {kind: numbers of lines in the call}, so that source lines of kvkit/cache are tried once.
 
     Lines that few kinds run are given first, each to the kind that has run the fewest lines for it, to layers
     that are called alone if they run it. They are tried when they run for the last time: then loops are done
@@ -244,7 +246,7 @@ def lines_of(call):
             for place in last[kind]:
                 kinds[place].append(kind)
             tried[kind], work[kind] = [], 0
-    for place in sorted(kinds, key=lambda place: len(kinds[place]))[:: STRIDES.get(call, 1)]:
+    for place in sorted(kinds, key=lambda place: len(kinds[place]))[:: STRIDES[call]]:
         kind = min(ALONE.intersection(kinds[place]) or kinds[place], key=lambda kind: (work[kind], kind))
         tried[kind].append(last[kind][place])
         work[kind] += cost(kind) + 2 * max(last[kind].values())
@@ -317,15 +319,21 @@ EVERY = [*KINDS, "mixed"]
 
 
 @pytest.mark.parametrize("call", CALLS | READS)
-def test_an_error_at_each_line_of_a_call_in_one_kind(call):
+def test_an_error_at_some_lines_of_a_call_in_one_kind(call):
     for i, (kind, numbers) in enumerate(lines_of(call).items()):
         check_lines(kind, call, i % 3 == 0, ERRORS[i % 2], numbers)
+
+
+# Layers in memory are interrupted, those in files find no memory; thorough runs try the other pairs too.
+PAIRS = [(False, KeyboardInterrupt), (True, MemoryError)]
+if surroundings.thorough:
+    PAIRS += [(False, MemoryError), (True, KeyboardInterrupt)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "files", "error"),
-    [*itertools.product(CALLS, (False, True), ERRORS), *itertools.product(READS, (False,), ERRORS[:1])],
+    [*((call, *pair) for call in CALLS for pair in PAIRS), *((call, *PAIRS[0]) for call in READS)],
 )
 @pytest.mark.parametrize("kind", EVERY)
 def test_an_error_at_every_line_of_a_call(kind, call, files, error):

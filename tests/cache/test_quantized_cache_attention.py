@@ -124,7 +124,7 @@ def unrounded(side):
     return numbers
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", first_quick(["float16", "float32", "bfloat16"]))
 @pytest.mark.parametrize(("heads", "tokens"), [(2, 1), (16, 1), (18, 1), (2, 9)])
 def test_which_numbers_attention_sees(dtype, heads, tokens):
     """Few rows of queries and many see what codes stand for, not rounded as arrays of views are."""

@@ -354,6 +354,7 @@ def test_ctrl_c_does_not_wait_for_numpy(tmp_path, command):
 # Warming
 
 
+@pytest.mark.slow
 def test_warm_compiles_what_a_call_needs(tmp_path):
     """In processes of its own, which run no file of the current folder; the next call compiles nothing."""
     (tmp_path / "here").mkdir()

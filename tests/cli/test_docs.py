@@ -30,7 +30,7 @@ def test_readme_examples():
     run_examples("\n".join(blocks), "README.md")
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/gallery.md"])
+@pytest.mark.parametrize("page", ["README.md", pytest.param("docs/gallery.md", marks=pytest.mark.slow)])
 def test_commands_of_pages(page, tmp_path, monkeypatch, capsys, no_prints):
     """Each line of the shell runs and prints what stands under it; make and pip are looked at only."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")

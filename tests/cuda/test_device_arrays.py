@@ -43,10 +43,12 @@ def cases():
             yield pytest.param(label, kind, marks=[pytest.mark.slow] * slow)
 
 
-def assert_alike(call, got, right):
+def assert_alike(call, got, right, name=""):
     assert got.dtype == right.dtype
-    if is_near(call):
-        assert_near(got, right, TOLERANCE[str(right.dtype)])
+    if is_near(call) and name not in ("cache", "scale"):
+        # Devices round code * scale to the format of scales, as `key_value_cache` does.
+        dtypes = right.dtype, getattr(call.inputs.get("scale"), "dtype", right.dtype)
+        assert_near(got, right, max(TOLERANCE[str(dtype)] for dtype in dtypes))
     else:
         assert_same(got, right)
 
@@ -66,7 +68,7 @@ def test_arrays_of_the_device(label, kind):
     results = call.but(**given).run(**more)
     inout = [array.name for array in call.operator.inputs if array.inout and array.name in given]
     for name in inout:
-        assert_alike(call, contents(given[name]), twin[name])
+        assert_alike(call, contents(given[name]), twin[name], name)
     if not call.operator.outputs:
         assert all(result is given[name] for result, name in zip(arrays_of(results), inout, strict=False))
         return

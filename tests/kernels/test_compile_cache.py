@@ -395,6 +395,7 @@ print(json.dumps(numbers))
 """
 
 
+@pytest.mark.slow
 def test_code_of_several_processes_lives_together(copy, tmp_path):
     """Functions of one name and number, compiled by processes of their own, stay apart in another one."""
     elements, x = ("float16", "bfloat16"), np.arange(1, 20)

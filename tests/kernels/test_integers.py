@@ -230,10 +230,9 @@ def test_products(rows, form, rng):
     assert not check_sums(rng, rows, form, 64, most=4)
 
 
-each_form = pytest.mark.parametrize("form", FORMS, ids=str)
-
-
-@each_form
+@pytest.mark.parametrize(
+    "form", [pytest.param(each, marks=[pytest.mark.slow] * (i % 2)) for i, each in enumerate(FORMS)], ids=str
+)
 def test_wide_products(form, rng):
     for tokens in (1, 29, 128):
         assert check_wide(rng, form, tokens)

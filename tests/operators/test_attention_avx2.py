@@ -43,9 +43,8 @@ def has_avx2():
 
 
 @pytest.mark.skipif(not has_avx2(), reason="needs a CPU with AVX2")
-@pytest.mark.parametrize(
-    "name", ["caches", *(pytest.param(n, marks=pytest.mark.slow) for n in ("floats", "codes"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLS)
 def test_avx2(name):
     variables = {
         "NUMBA_CPU_NAME": "haswell",

@@ -52,6 +52,7 @@ found["key_value_cache"] = extra(load)
 """
 
 
+@pytest.mark.slow
 @needs_status
 def test_no_array_of_the_contexts_size():
     """Keys of the context alone would be 32 MB in float16. Half the context is the first to be called."""

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from latent_scenes import BF16, F16, F32, LATENT, ROPE, pools
-from tile_scenes import needs_tiles
+from tile_scenes import HAVE_TILES, needs_tiles
 
 import kvkit
 from kvkit import KvkitError, reference
@@ -272,7 +272,10 @@ def test_nan_and_queries_without_rows_are_kept_apart(rng):
 FORMATS = [(BF16, BF16), (BF16, FP8), (F32, F32), (F16, F16), (F32, FP8), (F32, BF16)]
 ENGINES = {
     "instructions": needs_tiles,
-    "memory": pytest.mark.skipif(not machine.has_integers(), reason="needs AVX-512"),
+    "memory": [
+        pytest.mark.skipif(not machine.has_integers(), reason="needs AVX-512"),
+        *[pytest.mark.slow] * HAVE_TILES,
+    ],
     "pairs": pytest.mark.skipif(not machine.has_pairs(), reason="needs AVX-512 BF16"),
     "float": (),
 }

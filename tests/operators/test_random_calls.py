@@ -89,8 +89,13 @@ def check_outputs(rng, call):
                 pair[1]()
 
 
+def parts(*numbers):
+    """Return the parts of random calls, of which the first is quick."""
+    return pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in numbers)])
+
+
 @pytest.mark.parametrize("generator", GENERATORS[:-3], ids=lambda each: each.__name__)
-@pytest.mark.parametrize("part", range(3))
+@parts(1, 2)
 def test_operators(generator, part):
     for seed in range(40 * part, 40 * (part + 1)):
         rng = np.random.default_rng([seed, 1])
@@ -99,6 +104,7 @@ def test_operators(generator, part):
         check(rng, call)
 
 
+@pytest.mark.slow
 @pytest.mark.cpu
 @pytest.mark.parametrize("generator", [random_calls.rotary, random_calls.bias], ids=["rotary", "bias"])
 def test_plain_forms(generator, monkeypatch):
@@ -133,7 +139,7 @@ def check_attention(rng, call):
 
 
 @pytest.mark.parametrize("kind", attention_scenes.KINDS)
-@pytest.mark.parametrize("part", range(5))
+@parts(1, 2, 3, 4)
 def test_attention(kind, part):
     for i in range(3 * len(ATTENDED)):
         if i % 5 == part:

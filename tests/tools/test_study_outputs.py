@@ -181,6 +181,7 @@ def test_a_terminal_has_the_recommendation_first(arrays):
     assert next(i for i, line in enumerate(lines) if line.startswith("scheme ")) <= 13
 
 
+@pytest.mark.slow
 def test_pictures_of_policies_and_of_heads(arrays, tmp_path):
     evict = "int4:g32,int8:g32,knorm@0.5,snapkv@0.5,knorm@0.5+int4:g32,snapkv@0.25+int8:g32"
     names = {path.name for path in tools.study(arrays, evict=evict, judge=4, threshold=5).save(tmp_path)}

@@ -59,7 +59,17 @@ def test_the_pack_of_the_suite_pmx(pack):
     assert len(result.cases) > 100
 
 
-@pytest.mark.parametrize("suite", [name for name in vectors.SUITES if name not in ("pmx", "ascend", "paged")])
+SHORT = "mla-dense", "dsa-indexer", "kda-prefill", "v4-compress"
+
+
+@pytest.mark.parametrize(
+    "suite",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in SHORT))
+        for name in vectors.SUITES
+        if name not in ("pmx", "ascend", "paged")
+    ],
+)
 def test_suites(tmp_path, suite):
     """All cases pass, and say in float64 what is right, but what is moved or made of bytes."""
     vectors.make(tmp_path / suite, suite, shapes={"batch": 3} if suite.startswith(("mla", "dsa")) else None)
