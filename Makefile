@@ -51,10 +51,9 @@ demo-model: $(VENV)/kvkit.data $(VENV)/smollm2
 PYTEST := OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 ON_CPU = --ignore tests/ptx -m "$(1) and not model and not transformers and not peers and not site and not perf"
 
-# Test what runs on a CPU, and the numbers of kvkit_cuda in the CUDA simulator, in processes of its own.
+# Test what runs on a CPU, the host's side of kvkit_cuda included.
 test: $(VENV)/kvkit.test
-	@$(BIN)/python -c "import numba_cuda"  # without which tests of its host's side would be left out
-	$(PYTEST) --backend simulator -m "not slow and not perf"
+	@$(BIN)/python -c "import numba_cuda"  # without which tests of that side would be left out
 	$(PYTEST) $(call ON_CPU,not slow)
 
 # Test what takes long: interrupts at every line, kernels of every format, more random calls. Random attention in the
@@ -63,8 +62,10 @@ test-slow: $(VENV)/kvkit.test
 	$(PYTEST) --backend simulator -m "slow and not perf" --deselect tests/operators/test_random_calls.py::test_attention
 	$(PYTEST) $(call ON_CPU,slow) --deselect tests/cli/test_packaging.py
 
-# Test the code that kvkit_cuda makes for a GPU, without one: its PTX, on a machine too, and a stand-in for the driver.
+# Test the code that kvkit_cuda makes for a GPU, without one: its numbers in the CUDA simulator, its PTX, on a machine
+# too, and a stand-in for the driver.
 test-cuda: $(VENV)/kvkit.test $(VENV)/kvkit.test-cuda
+	$(PYTEST) --backend simulator -m "not slow and not perf"
 	$(PYTEST) -m "not slow and not perf" tests/ptx
 	$(PYTEST) --backend machine -m "not slow and not perf"
 	$(PYTEST) --backend stand_in -m "not slow and not perf"

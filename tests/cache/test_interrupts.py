@@ -100,9 +100,9 @@ READS = {
 
 
 # One of so many lines is tried, fewer of calls that only read, or whose lines another call runs too.
-STRIDES = dict.fromkeys(CALLS, 4) | dict.fromkeys(READS, 16)
-STRIDES |= dict.fromkeys(("remove, close", "shift", "retain"), 12)
-STRIDES |= dict.fromkeys(("compress", "append before", "reorder to more"), 8)
+STRIDES = dict.fromkeys(CALLS, 5) | dict.fromkeys(READS, 20)
+STRIDES |= dict.fromkeys(("remove, close", "shift", "retain"), 15)
+STRIDES |= dict.fromkeys(("compress", "append before", "reorder to more"), 10)
 
 
 def unscored(layer, keys, values, queries):

@@ -394,6 +394,7 @@ def children_of(process):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="children are found in /proc")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("whose", "code", "said"),
     [

@@ -21,10 +21,8 @@ LONGER = np.array([0, 4, 5, 8]), np.array([5, 0, 9, 9, 1, 3, 2, 4])
     ("engine", "name", "tables"),
     [
         ("flash-attn", "float16", (TABLE, TABLE)),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("vLLM LBHNC", "e4m3", (LISTS, LONGER)), ("shared pages", "int8", (TABLE, TABLE)))
-        ),
+        ("vLLM LBHNC", "e4m3", (LISTS, LONGER)),
+        ("shared pages", "int8", (TABLE, TABLE)),
     ],
 )
 def test_steps_of_two_layers(engine, name, tables, rng):

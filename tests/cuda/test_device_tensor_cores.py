@@ -77,28 +77,27 @@ def static(kernel, rng, formats=FP16, **options):
     return tensor_cores.static(rng, formats, **USUAL[kernel] | options)
 
 
-@pytest.mark.parametrize("formats", [FP16, pytest.param(BF16, marks=slow)], ids=str)
+@pytest.mark.parametrize("formats", [FP16, BF16], ids=str)
 @cases(
-    "past", later("decode", 0), later("decode", 15), ("decode", 100), later("prefill", 0),
-    later("prefill", 5), ("prefill", 40),
+    "past", ("decode", 0), later("decode", 15), ("decode", 100), ("prefill", 0), later("prefill", 5),
+    ("prefill", 40),
 )  # fmt: skip
 def test_contexts(kernel, past, formats, rng, taken):
     check(static(kernel, rng, formats, past=past), taken)
 
 
 @cases(
-    "options", later("decode", {"is_causal": False, "seqlen": 2}), later("decode", {"window": (37, -1)}),
-    ("decode", {"window": (3, 2), "is_causal": False, "seqlen": 3}), later("decode", {"softcap": 5.0}),
-    ("decode", {"is_alibi": True, "seqlen": 2}), later("decode", {"softmax_scale": -0.3}),
+    "options", ("decode", {"is_causal": False, "seqlen": 2}), ("decode", {"window": (37, -1)}),
+    ("decode", {"window": (3, 2), "is_causal": False, "seqlen": 3}), ("decode", {"softcap": 5.0}),
+    ("decode", {"is_alibi": True, "seqlen": 2}), ("decode", {"softmax_scale": -0.3}),
     ("decode", {"past": -2, "seqlen": 4}),
-    later("decode", {"heads": 3, "kv_heads": 3, "seqlen": 2, "batch": 2}),
-    later("prefill", {"is_causal": False}), ("prefill", {"window": (9, -1)}),
-    later("prefill", {"window": (3, 2), "is_causal": False}),
+    later("decode", {"heads": 3, "kv_heads": 3, "seqlen": 2, "batch": 2}), ("prefill", {"is_causal": False}),
+    ("prefill", {"window": (9, -1)}), ("prefill", {"window": (3, 2), "is_causal": False}),
     later("prefill", {"window": (-1, 1), "is_causal": False}), ("prefill", {"softcap": 5.0}),
-    later("prefill", {"is_alibi": True}), later("prefill", {"softmax_scale": -0.3}),
-    later("prefill", {"past": -4}), ("prefill", {"dim": 48, "value_dim": 16}),
-    later("prefill", {"dim": 64, "value_dim": 80}), later("prefill", {"heads": 6, "seqlen": 3}),
-    later("prefill", {"heads": 3, "kv_heads": 3, "seqlen": 17, "batch": 2}),
+    ("prefill", {"is_alibi": True}), later("prefill", {"softmax_scale": -0.3}), ("prefill", {"past": -4}),
+    ("prefill", {"dim": 48, "value_dim": 16}), later("prefill", {"dim": 64, "value_dim": 80}),
+    later("prefill", {"heads": 6, "seqlen": 3}),
+    ("prefill", {"heads": 3, "kv_heads": 3, "seqlen": 17, "batch": 2}),
 )  # fmt: skip
 def test_options(kernel, options, rng, taken):
     check(static(kernel, rng, **options), taken)
@@ -106,13 +105,13 @@ def test_options(kernel, options, rng, taken):
 
 @cases(
     "stored, dtype, scales", ("decode", "e4m3", "float16", "shared"),
-    later("decode", "e4m3", "bfloat16", "heads"), later("decode", "e5m2", "float16", "shared"),
-    later("decode", "int8", "float16", "heads"), later("decode", "int8", "bfloat16", "shared"),
-    ("decode", "int8", "bfloat16", "tokens"), later("decode", "e4m3", "float16", "tokens"),
-    later("decode", "e5m2", "bfloat16", "tokens"), later("decode", "float16", "bfloat16", None),
-    ("prefill", "e4m3", "float16", "heads"), later("prefill", "int8", "bfloat16", "shared"),
+    ("decode", "e4m3", "bfloat16", "heads"), ("decode", "e5m2", "float16", "shared"),
+    ("decode", "int8", "float16", "heads"), later("decode", "int8", "bfloat16", "shared"),
+    ("decode", "int8", "bfloat16", "tokens"), ("decode", "e4m3", "float16", "tokens"),
+    later("decode", "e5m2", "bfloat16", "tokens"), ("decode", "float16", "bfloat16", None),
+    ("prefill", "e4m3", "float16", "heads"), ("prefill", "int8", "bfloat16", "shared"),
     later("prefill", "e5m2", "bfloat16", "shared"), ("prefill", "int8", "bfloat16", "tokens"),
-    later("prefill", "e4m3", "float16", "tokens"), later("prefill", "e5m2", "bfloat16", "tokens"),
+    ("prefill", "e4m3", "float16", "tokens"), later("prefill", "e5m2", "bfloat16", "tokens"),
 )  # fmt: skip
 def test_pools_of_codes(kernel, stored, dtype, scales, rng, taken):
     """Scales of heads are factors of scores and of sums, which may be those of splits."""
@@ -162,8 +161,8 @@ def test_scales_of_any_size(kernel, dtype, sizes, rng, taken):
 
 
 @cases(
-    "dtype", later("decode", np.float16), ("decode", np.float32), later("decode", bool),
-    later("prefill", np.float16), later("prefill", np.float32), ("prefill", bool),
+    "dtype", later("decode", np.float16), ("decode", np.float32), ("decode", bool), ("prefill", np.float16),
+    later("prefill", np.float32), ("prefill", bool),
 )  # fmt: skip
 def test_masks(kernel, dtype, rng, taken):
     past, seqlen = {"decode": (38, 2), "prefill": (20, 10)}[kernel]
@@ -190,20 +189,20 @@ def test_sinks(kernel, dtype, rng, taken):
 
 
 @cases(
-    "formats, page_size, dim", later("decode", FP16, 5, 32), later("decode", BF16, 0, 32),
+    "formats, page_size, dim", ("decode", FP16, 5, 32), later("decode", BF16, 0, 32),
     ("decode", Formats("fp16", "int8", "fp16", 8, 8), 7, 128),
     later("decode", Formats("fp16", "int8", "fp32", 8, 8), 0, 128),
-    later("decode", Formats("bf16", "int8", "bf16", 8, 16), 0, 96),
+    ("decode", Formats("bf16", "int8", "bf16", 8, 16), 0, 96),
     later("decode", Formats("fp16", "int8", "fp32", 8, 32), 0, 32),
     later("decode", Formats("bf16", "int8", "bf16", 8, 16), 0, 32),
     later("decode", Formats("fp16", "int8", "bf16", 4, 16), 3, 128),
     later("decode", Formats("bf16", "uint8", "fp16", 4, 8), 6, 128),
     later("decode", Formats("bf16", "uint8", "fp32", 4, 8), 6, 128),
     ("decode", Formats("bf16", "uint8", "fp16", 4, 32), 6, 64),
-    later("decode", Formats("bf16", "int8", "fp32", 8, 48), 0, 48),
+    ("decode", Formats("bf16", "int8", "fp32", 8, 48), 0, 48),
     later("decode", Formats("bf16", "int8", "bf16", 8, 64), 3, 128),
-    later("decode", Formats("fp16", "uint8", "fp16", 4, 64), 0, 128), later("prefill", FP16, 5, 32),
-    later("prefill", BF16, 0, 32), later("prefill", Formats("fp16", "int8", "fp16", 8, 8), 1, 32),
+    later("decode", Formats("fp16", "uint8", "fp16", 4, 64), 0, 128), ("prefill", FP16, 5, 32),
+    later("prefill", BF16, 0, 32), ("prefill", Formats("fp16", "int8", "fp16", 8, 8), 1, 32),
     later("prefill", Formats("bf16", "int8", "fp32", 8, 32), 3, 32),
     later("prefill", Formats("fp16", "int8", "bf16", 4, 16), 0, 32),
     ("prefill", Formats("bf16", "uint8", "bf16", 4, 8), 6, 32),
@@ -231,7 +230,7 @@ def test_static_caches(kernel, layout, rng, taken):
 
 
 @cases(
-    "options", ("decode", {}), later("decode", {"window": (30, -1)}), ("prefill", {}),
+    "options", ("decode", {}), ("decode", {"window": (30, -1)}), ("prefill", {}),
     later("prefill", {"window": (12, -1)}),
 )  # fmt: skip
 def test_split_contexts(kernel, options, rng, taken, monkeypatch):
