@@ -14,7 +14,7 @@ from attention_scenes import BF16, FP16, Formats, check, dynamic, dynamic_cache,
 from borders import at_border, needs_borders
 from numpy.testing import assert_array_equal
 from plan_scenes import attend, planned
-from scenes import assert_same
+from scenes import assert_same, first_quick
 from tile_scenes import HAVE_TILES, forms, use_tiles
 
 import kvkit
@@ -189,7 +189,7 @@ CASES |= {
 
 # Forms that other cases compile too, or that take code of their own.
 SLOW = r"layout [12]|pages of (5|24|128)|scale-(bf16|fp32)|rows of (96|80|160|256)|heads|of (17|96|1|40)$"
-SLOW += r"|float16, (few rows|mask|window|splits|groups)|1300 keys|both sides|mask of|int4"
+SLOW += r"|float16, (9|few rows|mask|window|splits|groups)|1300 keys|both sides|mask of|int4"
 
 
 def check_bits(form, run, results, monkeypatch):
@@ -513,7 +513,7 @@ KINDS_OF_8_BITS, DATA = (
     (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8),
     (ml_dtypes.bfloat16, np.float16),
 )
-each_kind_of_8_bits = pytest.mark.parametrize("kind", KINDS_OF_8_BITS)
+each_kind_of_8_bits = pytest.mark.parametrize("kind", first_quick(KINDS_OF_8_BITS))
 few_rows_of_8_bits = pytest.mark.parametrize(
     ("kind", "data", "wide"),
     [
