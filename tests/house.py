@@ -164,19 +164,28 @@ def name_of(path: Path) -> str:
 FILES = {name_of(path): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the statements in a node, those inside others too."""
+    for each in ast.iter_child_nodes(node):
+        if isinstance(each, (ast.stmt, ast.ExceptHandler, ast.match_case)):
+            yield each
+            yield from statements(each)
+
+
 @functools.cache
 def imported(name: str, types: bool = False) -> list[tuple[str, str, bool]]:
     """Return (module, package that it is taken from, whether in a function) of a module's imports.
 
     Imports for type checkers alone are left out unless `types` is true.
     """
-    syntax, found = walked(tree(FILES[name])), []
+    syntax, found = [*statements(tree(FILES[name]))], []
     checked = [
-        node for node in syntax if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        node
+        for node in syntax
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
     ]
-    left_out = {inner for node in checked if not types for inner in ast.walk(node)}
-    functions = [node for node in syntax if isinstance(node, (ast.FunctionDef, ast.Lambda))]
-    late = {inner for function in functions for inner in ast.walk(function)}
+    left_out = {inner for node in checked if not types for inner in statements(node)}
+    late = {inner for node in syntax if isinstance(node, ast.FunctionDef) for inner in statements(node)}
     for node in syntax:
         if isinstance(node, ast.Import) and node not in left_out:
             found += [(alias.name, alias.name, node in late) for alias in node.names]

@@ -28,6 +28,7 @@ def filled(cache, rng):
     return found
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(FORMATS, FORMATS), min_size=1, max_size=4), st.booleans())
 def test_a_mix_is_its_layers_made_by_hand(pairs, by_sides):
     if by_sides:

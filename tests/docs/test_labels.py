@@ -92,10 +92,9 @@ def test_pictures_of_results(drawn, name):
     assert drawn == [[]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [{"schemes": SCHEMES}, pytest.param({"evict": EVICT, "judge": 4}, marks=pytest.mark.slow)],
-    ids=["schemes", "evict"],
+    "options", [{"schemes": SCHEMES}, {"evict": EVICT, "judge": 4}], ids=["schemes", "evict"]
 )
 def test_pictures_of_a_study(drawn, options, rng, tmp_path):
     """The shown caches are of 4 layers: as many as a reader can tell apart."""
