@@ -293,6 +293,7 @@ def test_layers_made_later_are_in_files_too(tmp_path):
     again.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's limit of private memory")
 def test_a_cache_larger_than_its_memory(tmp_path):
     """256 MB of keys and values go through a process that may have 64 MB more than it began with."""

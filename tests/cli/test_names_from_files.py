@@ -62,6 +62,7 @@ def through_pty(command, folder):
     return said.decode()
 
 
+@pytest.mark.slow
 def test_no_name_reaches_a_terminal(folder):
     command = [sys.executable, "-c", ALL_VERBS, *VERBS]
     piped = subprocess.run(command, cwd=folder, capture_output=True, check=True)

@@ -208,6 +208,7 @@ def run_script(text, **variables):
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 @needs_tiles
 def test_small_signal_stacks_leave_the_process_without_tiles():
     text = "assert set_stack(8192) == 0; print(machine.tiles(), machine.tiles_obstacle())"
@@ -272,6 +273,7 @@ print(len(wrong), sum(wrong))
     assert run_script(HOLD + text) == "170 0"
 
 
+@pytest.mark.slow
 def test_switches():
     text = "from kvkit.cpu import machine; print(machine.tiles(), machine.tiles_obstacle())"
     assert run_script(text, KVKIT_TILES="memory").split()[0] == "memory"

@@ -154,6 +154,7 @@ class Links(html.parser.HTMLParser):
         self.found += [value for value in sources if not value.startswith(("#", "data:"))]
 
 
+@pytest.mark.slow
 def test_reports(arrays, tmp_path):
     found = tools.study(arrays, "fp8,int4:g32")
     names = {path.name for path in found.save(tmp_path)}
@@ -358,6 +359,7 @@ def test_the_page_in_a_browser(arrays, tmp_path):
         assert (len(summary) > 5) == (width == 1400)
 
 
+@pytest.mark.slow
 def test_a_layer_is_studied_in_less_than_twice_its_memory(rng, tmp_path):
     """Also where a scale spans all tokens, and with queries; what is mapped is the file's."""
     states = rng.standard_normal((2, 4096, 8, 128), np.float32).astype(np.float16)
