@@ -344,7 +344,7 @@ places = pytest.mark.parametrize(("kind", "files"), PLACES)
 
 @places
 def test_operations(kind, files):
-    machine(kind, files, 4 if files else 6, 40)("runTest").runTest()
+    machine(kind, files, 4 if files else 8, 40)("runTest").runTest()
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from kvkit.formats.mixes import mix_text
 
 pytestmark = pytest.mark.cpu
 
-FORMATS = st.sampled_from(("int8:g16", "kivi4", "fp8", "int4:g32+hadamard"))
+FORMATS = st.sampled_from(("int8:g16", "uint4:g16", "int2:g32:channel", "kivi4", "fp8", "int4:g32+hadamard"))
 NO_WINDOW = {"residual_length": 3, "sink": 1, "read_back": True}
 
 

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantized_cache_scenes import KEY, OPTIONS, PMX, VALUE, coded, feed, states
 from scenes import first_quick
-from surroundings import budget
 
 import kvkit
 from kvkit.cache import Cache, QuantizedLayer, QuantSpec, load
@@ -56,7 +55,7 @@ def room(tmp_path_factory):
     return tmp_path_factory.mktemp("layers")
 
 
-@settings(max_examples=budget(160))
+@settings(max_examples=80)
 @given(actions(), st.sampled_from([(0, 0), (5, 2), (1, 4)]), st.booleans())
 def test_any_history_is_that_of_plain_lists(room, history, window, read_back):
     """Between operations the layer is saved and loaded."""

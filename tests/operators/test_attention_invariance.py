@@ -16,7 +16,7 @@ from surroundings import with_threads
 
 LENGTHS = {
     "decoding": [(700, 1), (5, 1), (0, 1), (2000, 1), (64, 1)],
-    "one_long_context": [(3000, 1)],
+    "one_long_context": [(9000, 1)],
     "prefill": [(0, 150), (0, 70)],
     "chunks": [(1200, 40), (3, 1), (0, 0), (600, 3)],
 }

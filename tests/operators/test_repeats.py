@@ -253,7 +253,7 @@ def test_arrays_that_change_their_form_in_place(rng, again):
 def test_memory_that_another_array_has_had(rng, again):
     """Arrays are compared when they come, not remembered by their addresses."""
     plan = new_plan()
-    for kind in (np.float16, np.float32, np.float16, ml_dtypes.bfloat16) * 2:
+    for kind in (np.float16, np.float32, np.float16, ml_dtypes.bfloat16) * 3:
         a = arguments(rng, kind)
         learn(planned, a, plan)
         del a
