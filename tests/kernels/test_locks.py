@@ -97,9 +97,12 @@ def test_calls_of_threads_wait_for_each_other(call):
 
     done = threading.Event()
     thread = threading.Thread(target=lambda: (call(), done.set()), daemon=True)
-    with running:
+
+    def waits():
         thread.start()
         assert not done.wait(0.2)
+
+    within(running, waits)
     assert done.wait(20)
 
 
