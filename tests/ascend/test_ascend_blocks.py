@@ -3,11 +3,12 @@
 import backends
 import numpy as np
 from ascend_block_scenes import caches_of
-from ascend_scenes import DTYPES, Memory, any_bits, dtypes_of, seeds
+from ascend_scenes import DTYPES, Memory, dtypes_of, seeds
 from hypothesis import given
 from refusals import refuses
 
 from kvkit.reference import ascend as oracle
+from kvkit.tools.vectors.draws import any_bytes
 
 block_copy = backends.operators.ascend.block_copy
 nd_to_nz = backends.operators.ascend.nd_to_nz
@@ -44,13 +45,13 @@ def test_load_of_nz_pairs():
 @given(seeds, dtypes_of)
 def test_matrices_there_and_back(rng, dtype):
     shape = (int(rng.integers(0, 4)), int(rng.choice([0, 1, 2, 15, 16, 17, 40])), int(rng.integers(0, 40)))
-    x = any_bits(rng, shape, dtype)
+    x = any_bytes(rng, shape, dtype)
     expected = oracle.nd_to_nz(x)
     y = nd_to_nz(Memory(rng, x).view)
     assert y.dtype == dtype
     assert y.shape == expected.shape
     assert y.tobytes() == expected.tobytes()
-    padded = any_bits(rng, y.shape, dtype)
+    padded = any_bytes(rng, y.shape, dtype)
     inside = oracle.nd_to_nz(np.ones(shape, dtype)) == 1
     padded[inside] = y[inside]
     back = nz_to_nd(Memory(rng, padded).view, *shape[1:])  # what pads a matrix is not looked at

@@ -3,10 +3,11 @@
 import backends
 import numpy as np
 import pytest
-from ascend_scenes import any_bits, finite, needs_two
+from ascend_scenes import finite, needs_two
 from surroundings import with_threads
 
 from kvkit.reference.ascend import KVHEAD_ROPE
+from kvkit.tools.vectors.draws import any_bytes
 
 paged_cache_load = backends.operators.ascend.paged_cache_load
 reshape_and_cache = backends.operators.ascend.reshape_and_cache
@@ -17,9 +18,9 @@ reshape_and_cache = backends.operators.ascend.reshape_and_cache
 def test_threads_store_and_load_the_same(cache_format):
     """Shares of threads begin anywhere, within runs and blocks."""
     rng = np.random.default_rng(1)
-    key, value = any_bits(rng, (2, 1501, 4, 64), np.float16)
+    key, value = any_bytes(rng, (2, 1501, 4, 64), np.float16)
     shape = (110, 16, 4, 64) if cache_format == "ND" else (110, 16, 16, 16)
-    before = any_bits(rng, (2, *shape), np.float16)
+    before = any_bytes(rng, (2, *shape), np.float16)
     slots = np.r_[40:1000, 1002:1500, 1600:1643]
     slots[::97] = -1
 
@@ -49,7 +50,7 @@ def test_threads_average_the_same(wins):
     """A mean is made by the thread whose share holds its first token, even where it spans several shares."""
     rng = np.random.default_rng(2)
     key, value = finite(rng, (2, 2000, 4, 64), np.float32)
-    before = any_bits(rng, (2, 520, 16, 1, 64), np.float32)
+    before = any_bytes(rng, (2, 520, 16, 1, 64), np.float32)
     offsets = [2000 - wins[0], 500, 1, 0]
 
     def call():

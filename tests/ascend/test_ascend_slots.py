@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from ascend_scenes import any_bits, seeds
-from attention_scenes import TOLERANCE, assert_near, normal
+from ascend_scenes import seeds
+from attention_scenes import TOLERANCE, assert_near
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refuses
@@ -21,6 +21,7 @@ from kvkit.ascend import (
 )
 from kvkit.reference import ascend as oracle
 from kvkit.reference.ascend import KVHEAD, KVHEAD_ROPE, OMNI
+from kvkit.tools.vectors.draws import any_bytes, normal
 
 INT64_MAX, INT64_MIN = np.iinfo(np.int64).max, np.iinfo(np.int64).min
 sizes_of, rooms_of, firsts_of = st.integers(1, 9), st.integers(0, 12), st.integers(0, 3)
@@ -61,8 +62,8 @@ def test_slots(rng, lengths, size, headroom, first_block):
     assert (where.mean_slots == -1).all()
     assert not where.mean_counts.any()
     assert where.mean_slots.shape == where.mean_counts.shape == (len(lengths),)
-    key = any_bits(rng, (sum(lengths), 2, 8), np.float16)
-    before = any_bits(rng, (where.num_blocks + 1, size, 2, 8), np.float16)
+    key = any_bytes(rng, (sum(lengths), 2, 8), np.float16)
+    before = any_bytes(rng, (where.num_blocks + 1, size, 2, 8), np.float16)
     cache = before.copy()
     reshape_and_cache(key, None, cache, None, where.slot_mapping)
     loaded, _ = paged_cache_load(cache, None, where.block_tables, where.context_lens)

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from attention_scenes import normal
 from paged_scenes import DIM, HEADS, KINDS, LAYERS, P, Plain, paged
 from scenes import assert_same
 
 import kvkit
 from kvkit.cache import BlockAllocator
+from kvkit.tools.vectors.draws import normal
 
 layouts = pytest.mark.parametrize("layout", range(4))
 

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from attention_scenes import normal
 from paged_scenes import DIM, HEADS, KINDS, refused
 from scenes import assert_same
 
 from kvkit import cpu
 from kvkit.cache import PagedCache
+from kvkit.tools.vectors.draws import normal
 
 LAYERS, ROWS, HEADS_OF_QUERY = 4, 3, 2 * HEADS
 OPTIONS = [

@@ -1,11 +1,11 @@
 """What a paged cache refuses, and that nothing has changed then."""
 
 import numpy as np
-from attention_scenes import normal
 from paged_scenes import DIM, HEADS, LAYERS, paged, refused
 from scenes import assert_same
 
 from kvkit.cache import PagedCache
+from kvkit.tools.vectors.draws import normal
 
 
 def test_wrong_tokens_change_nothing(rng):

@@ -546,7 +546,7 @@ def test_in_place(tmp_path, formats, both):
     arrays = arrays_of(call)
     npz.write(source, arrays, {"note": "kept", "producer": "me"})
     target = ["-o", output] if both else []
-    assert run("run", NAMES["dynamic"], source, "--in-place", *target, *settings(call.attrs))[0] == 0
+    assert run("run", NAMES["dynamic"], source, "--in-place", *target, *settings(call.attributes))[0] == 0
     _, _, cache, scale = call.oracle()
     after = npz.read(source)
     assert list(after.arrays) == list(arrays)

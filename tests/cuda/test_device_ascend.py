@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
-from ascend_scenes import DTYPES, FLOATS, any_bits, finite, plain_call
+from ascend_scenes import DTYPES, FLOATS, finite, plain_call
 from device_arrays import Array, contents, moved
 
 import kvkit
 from kvkit.reference import ascend as oracle
 from kvkit.reference.ascend import KVHEAD_ROPE
+from kvkit.tools.vectors.draws import any_bytes
 from kvkit_cuda import ascend
 from kvkit_cuda.copy import means, pieces
 
@@ -55,7 +56,7 @@ def same(got, expected):
 )  # fmt: skip
 def test_accesses_are_aligned(dtype, dim, elements, size, rng, sizes):
     """A device refuses an access that does not begin at a multiple of its size."""
-    key, cache = any_bits(rng, (5, 1, dim), DTYPES[dtype]), any_bits(rng, (2, 3, 1, dim), DTYPES[dtype])
+    key, cache = any_bytes(rng, (5, 1, dim), DTYPES[dtype]), any_bytes(rng, (2, 3, 1, dim), DTYPES[dtype])
     (expected, _) = stored((key, None, cache, None, [4, 0, -1, 5, 2]))
     given = moved(key), moved(cache, elements)
     ascend.reshape_and_cache(given[0], None, given[1], None, [4, 0, -1, 5, 2])
@@ -65,8 +66,8 @@ def test_accesses_are_aligned(dtype, dim, elements, size, rng, sizes):
 
 def test_keys_and_values_in_chunks_of_their_own(rng, sizes):
     call = plain_call(rng, [FLOATS["float16"]] * 2)
-    key, value = any_bits(rng, (6, 2, 8), np.float16), any_bits(rng, (6, 2, 3), np.float16)
-    caches = any_bits(rng, (2, 4, 2, 8), np.float16), any_bits(rng, (2, 4, 2, 3), np.float16)
+    key, value = any_bytes(rng, (6, 2, 8), np.float16), any_bytes(rng, (6, 2, 3), np.float16)
+    caches = any_bytes(rng, (2, 4, 2, 8), np.float16), any_bytes(rng, (2, 4, 2, 3), np.float16)
     call = key, value, *caches, [3, 4, 5, -1, 0, 7]
     expected = stored(call)
     ascend.reshape_and_cache(*map(moved, call[:4]), call[4])
@@ -78,7 +79,7 @@ def test_keys_and_values_in_chunks_of_their_own(rng, sizes):
 def test_offsets_of_more_than_32_bits(rng):
     """A slot whose bytes lie 4 GiB and more into a cache of which little is ever touched."""
     cache = np.zeros((2**17 + 1, 16, 8, 128), np.int16).view(np.float16)
-    key = any_bits(rng, (2, 8, 128), np.float16)
+    key = any_bytes(rng, (2, 8, 128), np.float16)
     last = 16 * (2**17 + 1) - 1
     ascend.reshape_and_cache(Array(key), None, Array(cache), None, [last, 5])
     assert cache[-1, -1].tobytes() == key[0].tobytes()
@@ -89,7 +90,7 @@ def test_offsets_of_more_than_32_bits(rng):
 @pytest.mark.parametrize("count", [1, means.AHEAD - 1, means.AHEAD, 2 * means.AHEAD + 3])
 @pytest.mark.parametrize("element", FLOATS)
 def test_means_of_more_tokens_than_are_read_ahead(count, element, rng):
-    key, cache = finite(rng, (40, 2, 32), FLOATS[element]), any_bits(rng, (20, 5, 1, 32), FLOATS[element])
+    key, cache = finite(rng, (40, 2, 32), FLOATS[element]), any_bytes(rng, (20, 5, 1, 32), FLOATS[element])
     keywords = {"compress_type": KVHEAD_ROPE, "wins": [count, 0], "seq_lens": [40], "offset_index": [3, -1]}
     call = key, None, cache, None, [0, 45]
     expected = stored(call, **keywords)

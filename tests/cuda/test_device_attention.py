@@ -13,6 +13,7 @@ from scenes import ALL_FORMATS, Formats, assert_same
 import kvkit
 import kvkit_cuda
 from kvkit.checks.records import Context
+from kvkit.tools.vectors.calls import dynamic_mask, static_mask
 from kvkit_cuda.attention import forms
 from kvkit_cuda.calls import tables
 from kvkit_cuda.device_runtime import host
@@ -50,10 +51,10 @@ def test_what_weighs_keys(options, rng):
 def test_masks(dtype, rng):
     for kind, shape in (("static", (4, 1)), ("static_cache", (2, 1, 2)), ("static", (1,))):
         call = make(kind, rng)
-        check(call.but(attn_mask=scenes.static_mask(rng, call, shape, dtype, 3)))
+        check(call.but(attn_mask=static_mask(rng, call, shape, dtype, 3)))
     for kind, heads in (("dynamic", None), ("dynamic_cache", 4)):
         call = make(kind, rng, is_causal=False)
-        check(call.but(attn_mask=scenes.dynamic_mask(rng, call, heads, dtype, 3)))
+        check(call.but(attn_mask=dynamic_mask(rng, call, heads, dtype, 3)))
 
 
 @pytest.mark.parametrize("options", [OPTIONS[name] for name in ("plain", "softcap")], ids=str)
@@ -136,10 +137,10 @@ def test_results_do_not_depend_on_other_sequences(rng):
 def test_arrays_of_the_device(rng):
     """They are used where they are, and results are of their kind."""
     call = make("dynamic_cache", rng, layout=3)
-    call = call.but(attn_mask=scenes.dynamic_mask(rng, call), sinks=SINKS[::-1].astype(np.float16))
+    call = call.but(attn_mask=dynamic_mask(rng, call), sinks=SINKS[::-1].astype(np.float16))
     output, lse, cache, _ = call.expected()
     names = ("query", "current_key", "current_value", "cache", "attn_mask", "seqstarts", "cachestarts")
-    given = call.but(**{name: Tensor(call[name]) for name in names}, sinks=Array(call.attrs["sinks"]))
+    given = call.but(**{name: Tensor(call[name]) for name in names}, sinks=Array(call.attributes["sinks"]))
     got = given.run(return_lse=True)
     assert type(got) is tuple
     assert [type(array) for array in got] == [Tensor, Tensor]
@@ -154,7 +155,7 @@ def test_a_planned_call_copies_and_allocates_nothing(rng, monkeypatch):
     call = make("dynamic_cache", rng, is_alibi=True)
     output, lse, cache, _ = call.expected()
     steps = {name: call[name] for name in ("seqstarts", "kvstarts", "cachestarts", "start_pos")}
-    own = {name: call.attrs.pop(name) for name in ("cache_mode", "page_size")}
+    own = {name: call.attributes.pop(name) for name in ("cache_mode", "page_size")}
     step = kvkit_cuda.dynamic_batching.plan(**steps, **own, stream=None)
     names = ("query", "current_key", "current_value", "cache")
     out = Array(np.empty(output.shape, np.float32)), Array(np.empty(lse.shape, np.float32))
@@ -164,7 +165,7 @@ def test_a_planned_call_copies_and_allocates_nothing(rng, monkeypatch):
             monkeypatch.setattr(host, "empty", None)
             out[0].array.fill(0)
         step.multi_head_cache_attention(
-            *(Array(call[name]) for name in names), return_lse=True, out=out, **call.attrs
+            *(Array(call[name]) for name in names), return_lse=True, out=out, **call.attributes
         )
         assert_near(out[0].array, output, TOLERANCE["float32"])
         assert_near(out[1].array, lse, TOLERANCE["float32"])

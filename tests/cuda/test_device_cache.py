@@ -283,7 +283,7 @@ def test_no_call_waits_for_tables(rng, monkeypatch):
         names = ("current_key", "current_value", "cache")
         scene.but(**{name: Array(scene[name]) for name in names}).run()
     index = {name: scene[name] for name in ("seqstarts", "kvstarts", "cachestarts", "start_pos")}
-    step = kvkit_cuda.dynamic_batching.plan(**index, cache_mode=1, page_size=scene.attrs["page_size"])
+    step = kvkit_cuda.dynamic_batching.plan(**index, cache_mode=1, page_size=scene.attributes["page_size"])
     heads, dim = scene["current_key"].shape[1:]
     cache, keys = Array(np.zeros((1, 1 << 12, 2, heads, dim), np.float16)), Array(scene["current_key"])
     step.key_value_cache(keys, keys, cache, cache_layout=1)

@@ -6,13 +6,14 @@ In the CUDA simulator, on the machine that runs PTX, or on a device.
 import attention_scenes
 import numpy as np
 import pytest
-from attention_scenes import BF16, FP16, normal
+from attention_scenes import BF16, FP16
 from numba import cuda, types
 from scenes import assert_same
 from tensor_cores import DTYPES, U32, check, elements, forms_taken, run, slow, static, word
 
 from kvkit.formats import BY_NAME
 from kvkit.runtime.jit import shared
+from kvkit.tools.vectors.draws import normal
 from kvkit_cuda.attention import decode, decode_forms, stored_tiles, tile_words
 from kvkit_cuda.device_runtime import device, host, memory, ptx
 

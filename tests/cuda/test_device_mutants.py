@@ -16,6 +16,7 @@ from ptx_machine import Machine, instruction
 from ptx_memory import Fault
 
 import kvkit_cuda
+from kvkit.tools.vectors.calls import LAYER
 from kvkit_cuda.attention import decode, plain, prefill
 from kvkit_cuda.calls import scan, tables
 from kvkit_cuda.device_runtime import host
@@ -98,7 +99,7 @@ def test_attention(name, rng, monkeypatch):
     call = attention_scenes.dynamic_cache(rng, layout=0, mode=0, **options)
     votes = call["scale"] is None  # for else no sum overflows
     if votes:
-        call["current_value"][..., 0] = call["cache"][:, attention_scenes.LAYER, 1, :, 0] = HUGE
+        call["current_value"][..., 0] = call["cache"][:, LAYER, 1, :, 0] = HUGE
     shape = call["query"].shape
     out, lse = Array(np.empty(shape, call["query"].dtype)), Array(np.empty(shape[:2], np.float32))
     given = {key: Array(call[key]) for key in ("query", "current_key", "current_value", "cache")}

@@ -9,13 +9,14 @@ import pool_scenes
 import pytest
 from attention_scenes import TOLERANCE, assert_near
 from device_arrays import Array, contents
-from pool_calls import EXTRAS, Scene, any_bits, bytes_of, mask_of
+from pool_calls import EXTRAS, Scene, bytes_of, mask_of
 from pool_calls import scene as append_scene
 
 import kvkit
 import kvkit_cuda
 from kvkit.formats import encode
 from kvkit.formats.elements import BY_NAME
+from kvkit.tools.vectors.draws import any_bytes
 
 # Values that have rows of their own; elements apart; what tensor cores would take.
 QUICK = "shared pages", "content apart"
@@ -221,7 +222,7 @@ def test_keys_are_rotated_on_their_way(rope, engine, name, kind, dtype, rng):
 @pytest.mark.parametrize("shape", [(6, 3), (6,), (6, 2, 3, 2, 4)])
 def test_blocks_from_cache_to_cache(shape, rng):
     """From the host to the device, into memory with gaps."""
-    source, memory = any_bits(rng, shape, np.float32), any_bits(rng, (8, *shape[1:]), np.float32)
+    source, memory = any_bytes(rng, shape, np.float32), any_bytes(rng, (8, *shape[1:]), np.float32)
     expected, pairs, target = memory.copy(), np.array([[5, 0], [2, 3], [5, 1]]), Array(memory[::2])
     expected[::2][pairs[:, 1]] = source[pairs[:, 0]]
     assert kvkit_cuda.swap_blocks(source, target, pairs) is target
@@ -229,7 +230,7 @@ def test_blocks_from_cache_to_cache(shape, rng):
     assert kvkit_cuda.swap_blocks(source, source, [[0, 5]]) is source
     assert source[5].tobytes() == source[0].tobytes()
     for dtype in ("u1", "i8", "V3"):
-        one = any_bits(rng, shape, dtype)
+        one = any_bytes(rng, shape, dtype)
         assert kvkit_cuda.swap_blocks(one, one, [[0, 5]])[5].tobytes() == one[0].tobytes()
 
 

@@ -8,10 +8,11 @@ from dataclasses import replace
 import attention_scenes
 import numpy as np
 import pytest
-from attention_scenes import FP16, normal
+from attention_scenes import FP16
 from numba import cuda, types
 from tensor_cores import DTYPES, F32, U32, check, elements, forms_taken, run, slow, static, word
 
+from kvkit.tools.vectors.draws import normal
 from kvkit_cuda.attention import prefill, tiles
 from kvkit_cuda.device_runtime import device, host, memory, ptx
 

@@ -91,7 +91,10 @@ def test_rows_that_look_wrong_but_are_legal(case, reads):
 
 def steps(scene):
     names = (*INDEX, "max_seqlen", "max_kvlen")
-    return {name: scene[name] for name in names} | {"cache_mode": 1, "page_size": scene.attrs["page_size"]}
+    return {name: scene[name] for name in names} | {
+        "cache_mode": 1,
+        "page_size": scene.attributes["page_size"],
+    }
 
 
 @pytest.mark.parametrize("threads", [4, pytest.param(32, marks=pytest.mark.slow)])
@@ -177,7 +180,9 @@ def test_a_plan(check, reads):
     assert reads == [VERDICT_BYTES] * check
     table[:] = -1
     names = ("current_key", "current_value", "cache", "scale")
-    attributes = {name: scene.attrs[name] for name in scene.attrs if name not in ("cache_mode", "page_size")}
+    attributes = {
+        name: scene.attributes[name] for name in scene.attributes if name not in ("cache_mode", "page_size")
+    }
     key, value = step.key_value_cache(*(Array(scene[name]) for name in names), **attributes)
     assert reads == [VERDICT_BYTES] * check
     assert_all_same((contents(key), contents(value), scene["cache"], scene["scale"]), expected)

@@ -10,13 +10,15 @@ import attention_scenes
 import numpy as np
 import pytest
 import tensor_cores
-from attention_scenes import BF16, FP16, normal
+from attention_scenes import BF16, FP16
 from scenes import Formats
 from tensor_cores import DTYPES, check, forms_taken, slow
 
 import kvkit
 import kvkit_cuda
 from kvkit.formats.elements import BY_NAME
+from kvkit.tools.vectors.calls import mask_rows
+from kvkit.tools.vectors.draws import normal
 from kvkit_cuda.attention import decode, decode_forms, merge, prefill
 from kvkit_cuda.attention.fragments import LONGEST
 from kvkit_cuda.attention.params import AttentionParams, Reach
@@ -168,7 +170,7 @@ def test_masks(kernel, dtype, rng, taken):
     past, seqlen = {"decode": (38, 2), "prefill": (20, 10)}[kernel]
     call = static(kernel, rng, past=past, seqlen=seqlen)
     shape = 1, 2, seqlen, past + seqlen + 3
-    call.inputs["attn_mask"] = attention_scenes.mask_rows(rng, shape, dtype)
+    call.inputs["attn_mask"] = mask_rows(rng, shape, dtype)
     check(call, taken)
 
 
@@ -176,7 +178,7 @@ def test_masks(kernel, dtype, rng, taken):
 def test_a_mask_of_packed_sequences(kernel, lengths, rng, taken):
     call = attention_scenes.dynamic(rng, BF16, lengths, heads=2, kv_heads=1, dim=16, is_alibi=True)
     past, new = map(sum, zip(*lengths, strict=True))
-    call.inputs["attn_mask"] = attention_scenes.mask_rows(rng, (2, new, past + new), DTYPES["bfloat16"])
+    call.inputs["attn_mask"] = mask_rows(rng, (2, new, past + new), DTYPES["bfloat16"])
     check(call, taken)
 
 

@@ -9,6 +9,8 @@ from numba import cuda
 from scenes import ALL_FORMATS, assert_all_same
 
 import kvkit
+from kvkit.tools.vectors.calls import mask_rows
+from kvkit.tools.vectors.draws import normal
 from kvkit_cuda.device_runtime import device
 
 
@@ -102,7 +104,7 @@ def test_options(formats, dim, seqlen, rng):
         {"is_causal": False, "window": (9, 5)},
         {"softcap": 8.0},
         {"is_alibi": True},
-        {"sinks": attention_scenes.normal(rng, 4, np.float32)},
+        {"sinks": normal(rng, 4, np.float32)},
     ):
         check(attention_scenes.any_kind(kind, rng, formats, 120, seqlen, dim=dim, **options))
 
@@ -111,7 +113,7 @@ def test_options(formats, dim, seqlen, rng):
 @pytest.mark.parametrize("seqlen", [1, 40])
 def test_masks(dtype, seqlen, rng):
     call = attention_scenes.static(rng, FP16, 90, seqlen)
-    call.inputs["attn_mask"] = attention_scenes.mask_rows(rng, (2, 4, seqlen, 90 + seqlen), dtype)
+    call.inputs["attn_mask"] = mask_rows(rng, (2, 4, seqlen, 90 + seqlen), dtype)
     check(call)
 
 

@@ -14,6 +14,7 @@ from kvkit.cpu import machine
 from kvkit.cpu.copy.rows import MANY, rows
 from kvkit.cpu.simd.panels import groups_in_panel
 from kvkit.reference import cache as reference
+from kvkit.tools.vectors import draws
 
 REST_OF_GRID = [
     formats
@@ -108,17 +109,16 @@ def near_ties(rng, formats, shape):
 
 def check_all_stores(formats, rng, counts=FEW):
     for dim in tails(formats.group, counts):
-        check_stores(formats, scenes.tokens(rng, formats, (TOKENS, HEADS, dim)))
+        check_stores(formats, draws.tokens(rng, formats, (TOKENS, HEADS, dim)))
     for tokens in (1, MANY // 4, MANY // 4 + 1):  # panels of four rows a token: less than MANY, as many, more
-        check_stores(formats, scenes.tokens(rng, formats, (tokens, 4, formats.group * 16)))
-    check_stores(formats, scenes.tokens(rng, formats, (11, 8, 512)))
+        check_stores(formats, draws.tokens(rng, formats, (tokens, 4, formats.group * 16)))
+    check_stores(formats, draws.tokens(rng, formats, (11, 8, 512)))
     check_stores(formats, near_ties(rng, formats, (11, 8, 512)))
 
 
 def check_all_loads(formats, rng, stream=False):
     for dim in tails(formats.group, ALL):
-        axes = {"row": TOKENS, "head": HEADS, "dim": dim}
-        cache, scale = scenes.cache_and_scale(rng, formats, "row head dim", axes)
+        cache, scale = draws.stored(rng, formats, (TOKENS, HEADS, dim), False)
         dtype = DTYPES[formats.t1]
         expected = reference.load_heads(cache, scale, ..., formats.bit, formats.group, dtype)
         forms = [{"plain": True}, {}] + ([{"stream": True}] if stream else [])
@@ -171,7 +171,7 @@ def test_move(formats, direction, rng):
     source, target = (t1, t2) if direction == "store" else (t2, t1)
     forms = [{"plain": True}, {}] + ([{"stream": True}] if direction == "load" else [])
     for dim in (1, 2, 15, 16, 17, 31, 32, 33, 40, 128, 200):
-        x = scenes.numbers(rng, (TOKENS, HEADS, dim), source)
+        x = draws.numbers(rng, (TOKENS, HEADS, dim), source)
         for form in forms:
             out = aligned_blank(x.shape, target)
             run(direction, formats, *((x, out) if direction == "store" else (out, x)), **form)

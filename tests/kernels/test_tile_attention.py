@@ -22,6 +22,7 @@ from kvkit.cpu import machine
 from kvkit.cpu.attention import prepare
 from kvkit.cpu.simd import tile_products
 from kvkit.runtime.arrays import zeros
+from kvkit.tools.vectors.calls import context, dynamic_mask, static_mask
 
 pytestmark = pytest.mark.cpu
 LENGTHS = [(0, 40), (700, 1), (9, 50), (0, 0), (31, 33)]
@@ -40,15 +41,15 @@ def masked(rng, call, dtype, pad=0):
     """Return the call with a mask of its own for each head."""
     static = "static" in call.kind
     _, tokens, heads, *_ = call["query"].shape if static else (0, 0, 4)
-    mask = scenes.static_mask(rng, call, (heads, tokens), dtype, pad) if static else (
-        scenes.dynamic_mask(rng, call, 4, dtype, pad)
+    mask = static_mask(rng, call, (heads, tokens), dtype, pad) if static else (
+        dynamic_mask(rng, call, 4, dtype, pad)
     )  # fmt: skip
     return call.but(attn_mask=mask)
 
 
 def lowered(rng, call, dtype):
     """Return the call with a mask that gives some rows, and half of all keys, the lowest finite number."""
-    mask = np.zeros((13, scenes.context(call)), dtype)
+    mask = np.zeros((13, context(call)), dtype)
     low = rng.random(mask.shape) < 0.5
     low[rng.permutation(13)[:5]] = True
     return call.but(attn_mask=np.where(low, ml_dtypes.finfo(dtype).min, mask))
@@ -445,10 +446,8 @@ def test_large_scores(form, rng, monkeypatch):
         value = rng.standard_normal((1, 200, 1, 32), np.float32)
         arrays = (x.astype(ml_dtypes.bfloat16) for x in (query, key, value))
         sizes = {"num_heads": 1, "head_dim": 32, "is_causal": False, "softmax_scale": 1.0}
-        call = scenes.Call(
-            "static", dict(zip(("query", "key", "value"), arrays, strict=True)) | {"attn_mask": None}, sizes
-        )
-        check(call)
+        inputs = dict(zip(("query", "key", "value"), arrays, strict=True)) | {"attn_mask": None}
+        check(scenes.Call("multi_head_attention", inputs, sizes))
 
 
 @forms
@@ -481,7 +480,7 @@ def test_key_weights_keep_pairs(form, rng, monkeypatch):
         found = []
         for engines in form, None:
             use_tiles(monkeypatch, engines)
-            found.append(kvkit.multi_head_attention(*arrays, **call.attrs, return_key_weights=True))
+            found.append(kvkit.multi_head_attention(*arrays, **call.attributes, return_key_weights=True))
         for one, other in zip(*found, strict=True):
             assert_array_equal(one, other)
 

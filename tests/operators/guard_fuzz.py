@@ -29,6 +29,7 @@ from kvkit import KvkitError, layouts
 from kvkit.cpu.copy import pieces, transfer
 from kvkit.cpu.positions import alibi, rotary
 from kvkit.reference.ascend import KVHEAD
+from kvkit.tools.vectors.draws import normal
 
 NEAR = (-2, -1, 1, 1, 2)
 # What says where something lies, and the arrays where it does.
@@ -44,12 +45,14 @@ THRESHOLDS = [
 ]
 
 
+ATTENTION = attention_scenes.OPERATORS["dynamic_cache"]
+
 # Legal calls of more than one operator: (function, arguments by name)
 
 
 def by_plan(**arguments):
     """Run a plan's two operators for two layers; the second call repeats the first at other addresses."""
-    calls = [attention_scenes.Call("dynamic_cache", *pair) for pair in arguments["calls"]]
+    calls = [attention_scenes.Call(ATTENTION, *pair) for pair in arguments["calls"]]
     step = plan_scenes.planned(calls[0])
     return [method(step, call) for method in (plan_scenes.append, plan_scenes.attend) for call in calls]
 
@@ -58,8 +61,8 @@ def plan(rng):
     call = random_calls.attention(rng, "dynamic_cache")
     second = call.copy()
     for name in ("query", "current_key", "current_value"):
-        second.inputs[name] = attention_scenes.normal(rng, call[name].shape, call[name].dtype)
-    return by_plan, {"calls": [[one.inputs, one.attrs] for one in (call, second)]}
+        second.inputs[name] = normal(rng, call[name].shape, call[name].dtype)
+    return by_plan, {"calls": [[one.inputs, one.attributes] for one in (call, second)]}
 
 
 def tables_of(function, seq_lens, **more):

@@ -13,6 +13,7 @@ SCRIPT = """
 import numpy as np
 import attention_scenes as scenes
 from kvkit.runtime.jit import cpu_target
+from kvkit.tools.vectors.calls import static_mask
 
 assert "haswell" in cpu_target.target_context.codegen().magic_tuple()
 rng = np.random.default_rng(0)
@@ -24,7 +25,7 @@ CALLS = {
 scenes.check(scenes.dynamic_cache(rng, scenes.FP16, [(0, 40), (700, 1), (9, 5)], heads=8, kv_heads=2, dim=80))
 scenes.check(scenes.dynamic(rng, scenes.BF16, is_alibi=True, dim=17, value_dim=5))
 call = scenes.static(rng, scenes.FP32, 70, 9, window=(40, -1), softcap=3.0, sinks=np.ones(4, np.float32))
-scenes.check(call.but(attn_mask=scenes.static_mask(rng, call, (4, 9), pad=3)))
+scenes.check(call.but(attn_mask=static_mask(rng, call, (4, 9), pad=3)))
 """,
     "caches": """
 scenes.check(scenes.dynamic_cache(rng, scenes.INT8, [(0, 40), (700, 1), (9, 5)], heads=8, kv_heads=2, dim=80))

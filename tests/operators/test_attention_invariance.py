@@ -7,9 +7,12 @@ import pytest
 from attention_scenes import FP16, FP32, INT8
 from hypothesis import given
 from hypothesis import strategies as st
-from scenes import DYNAMIC_AXES, assert_same
+from scenes import assert_same
 from strides import strided
 from surroundings import with_threads
+
+from kvkit.reference.cache import DYNAMIC_LAYOUTS
+from kvkit.tools.vectors.draws import poison
 
 # Threads
 
@@ -56,14 +59,14 @@ def test_threads_change_no_bit_of_a_static_call(kind, rng):
 
 
 def by_row(call, name):
-    """Return the array with axes in the order row, layer, kv, head, dim."""
-    axes = DYNAMIC_AXES[call.attrs["cache_layout"]].split()
-    return call[name].transpose([axes.index(axis) for axis in DYNAMIC_AXES[0].split()])
+    """Return the array with axes in the order of `DYNAMIC_LAYOUTS[0]`."""
+    axes = DYNAMIC_LAYOUTS[call.attributes["cache_layout"]].split()
+    return call[name].transpose([axes.index(axis) for axis in DYNAMIC_LAYOUTS[0].split()])
 
 
 def moved(rng, call, rows):
     """Return the call with its pages elsewhere, in a cache of `rows` rows of poison."""
-    table, page_size = call["cachestarts"], call.attrs["page_size"]
+    table, page_size = call["cachestarts"], call.attributes["page_size"]
     places, pages = {}, list(rng.permutation(rows // page_size))
     for b, kvlen in enumerate(np.diff(call["kvstarts"])):
         for p in range(-(-kvlen // page_size)):
@@ -74,12 +77,12 @@ def moved(rng, call, rows):
         if call[name] is None:
             continue
         old = by_row(call, name)
-        new = scenes.poison(rng, (rows, *old.shape[1:]), old.dtype)
+        new = poison(rng, (rows, *old.shape[1:]), old.dtype)
         for source, target in places.items():
             count = min(page_size, len(old) - source)
             new[target : target + count] = old[source : source + count]
-        axes = DYNAMIC_AXES[call.attrs["cache_layout"]].split()
-        order = [DYNAMIC_AXES[0].split().index(axis) for axis in axes]
+        axes = DYNAMIC_LAYOUTS[call.attributes["cache_layout"]].split()
+        order = [DYNAMIC_LAYOUTS[0].split().index(axis) for axis in axes]
         arrays[name] = np.ascontiguousarray(new.transpose(order))
     for b, kvlen in enumerate(np.diff(call["kvstarts"])):
         for p in range(-(-kvlen // page_size)):

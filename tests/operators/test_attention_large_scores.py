@@ -38,7 +38,7 @@ def codes_times_scales(call, monkeypatch):
     monkeypatch.setattr(reference, "dequantize_heads", products)
     monkeypatch.setattr(reference, "store_heads", lambda x, *rest: store(x.astype(t1), *rest))
     given, after = [call[name].astype(np.float32) for name in NEW_NAMES[1:]], call.copy()
-    options, _ = oracle.split_attributes(call.attrs)
+    options, _ = oracle.split_attributes(call.attributes)
     return reference.key_value_cache(*given, PAST, after["cache"], after["scale"], **options)
 
 
@@ -60,10 +60,10 @@ def test_large_scores(formats, deviation, factor, rng, monkeypatch):
         call.inputs[name] = (deviation * call[name].astype(np.float32)).astype(t1)
     key, value = codes_times_scales(call, monkeypatch)
     query = call["query"].astype(np.float32).reshape(NEW, 2, 2, dim)
-    scores = np.einsum("ikgd,jkd->ikgj", query, key[0]) * call.attrs["softmax_scale"]
+    scores = np.einsum("ikgd,jkd->ikgj", query, key[0]) * call.attributes["softmax_scale"]
     largest = np.abs(scores).max(-1).reshape(1, NEW, 4)
     assert largest.max() > 16 or dim < 64
-    _, options = oracle.split_attributes(call.attrs)
+    _, options = oracle.split_attributes(call.attributes)
     output, lse = oracle.multi_head_attention(call["query"], key, value, None, **options)
     rounded = [side.astype(t1) for side in (key, value)]
     _, rounded_lse = oracle.multi_head_attention(call["query"], *rounded, None, **options)

@@ -23,6 +23,7 @@ from numpy.testing import assert_array_equal
 import kvkit
 from kvkit.cpu import prefetching
 from kvkit.reference.cache import CACHE_ATTRIBUTES
+from kvkit.tools.vectors.calls import context, dynamic_mask, static_mask
 
 CACHED = ("static_cache", "dynamic_cache")
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -54,7 +55,7 @@ def hidden(rng, kind, formats, how, seqlen, poison):
     if "mask" in how:
         shape = (seqlen, seqlen + 4) if "static" in kind else (len(call["query"]), call["kvstarts"][-1])
         mask = rng.random(shape) < 0.7
-        mask[::2, -2:] = False
+        mask[::2, -2:], mask[1::2, -2:] = False, True
         zeros = np.where(mask, 0, -np.inf).astype(call["query"].dtype)
         call = call.but(attn_mask=mask if how == "boolean_mask" else zeros)
     return call
@@ -144,7 +145,7 @@ def test_nan_and_plus_infinity_in_a_mask_stay_in_their_row(kind, rng):
     """What becomes of that row is open."""
     call = any_kind(kind, rng, FP32, 6, 9, dim=16)
     static = "static" in kind
-    mask = scenes.static_mask(rng, call, (4, 9)) if static else scenes.dynamic_mask(rng, call, 4)
+    mask = static_mask(rng, call, (4, 9)) if static else dynamic_mask(rng, call, 4)
     expected = call.but(attn_mask=mask.copy()).expected()[0]
     mask[2, 3, :6] = np.nan
     mask[1, 4, :6] = np.inf
@@ -203,7 +204,7 @@ def test_scores_that_grow_and_fall_along_the_context(kind, rng):
         for slope in (0.03, -0.03):
             call = any_kind(kind, rng, FP32, 700, seqlen, is_causal=False, dim=8, heads=2, kv_heads=1)
             static = "static" in kind
-            columns = scenes.context(call) if static else int(call["kvstarts"][-1])
+            columns = context(call) if static else int(call["kvstarts"][-1])
             mask = np.zeros((call["query"].shape[-3], columns), np.float32)
             mask += slope * np.arange(columns, dtype=np.float32)
             check(call.but(attn_mask=mask))
@@ -216,7 +217,7 @@ def test_the_lowest_finite_mask_is_an_addend(kind, rng):
         call = any_kind(kind, rng, formats, 6, 3, dim=8)
         lowest = np.finfo(dtype).min
         static = "static" in kind
-        mask = scenes.static_mask(rng, call, (3,)) if static else scenes.dynamic_mask(rng, call)
+        mask = static_mask(rng, call, (3,)) if static else dynamic_mask(rng, call)
         mask = np.where(mask == -np.inf, lowest, mask).astype(dtype)
         if dtype == np.float32:
             mask[1] = np.where(np.isfinite(mask[1]), lowest, mask[1])
@@ -237,7 +238,7 @@ def test_a_huge_sink_leaves_nothing(kind, rng):
 def test_a_sink_of_nan_beside_hidden_keys(kind, rng):
     sinks = np.array([np.nan, 1, np.nan, -np.inf], np.float32)
     call = any_kind(kind, rng, FP32, 9, 2, sinks=sinks)
-    columns = scenes.context(call) if "static" in kind else int(call["kvstarts"][-1])
+    columns = context(call) if "static" in kind else int(call["kvstarts"][-1])
     rows = call["query"].shape[-3]
     call = call.but(attn_mask=np.full((rows, columns), -np.inf, np.float32))
     lse = call.run(return_lse=True)[1]
@@ -380,11 +381,11 @@ def test_a_cache_of_100000_tokens(formats, rng):
     for page_size in (16, 128):
         call = scenes.dynamic_cache(rng, formats, lengths, 1, 1, 8, layout=3, page_size=page_size)
         key, value = whole_context(call)
-        attrs = {name: value for name, value in call.attrs.items() if name not in CACHE_ATTRIBUTES}
+        attrs = {name: value for name, value in call.attributes.items() if name not in CACHE_ATTRIBUTES}
         inputs = {"query": call["query"], "key": key, "value": value}
         inputs |= {name: call[name] for name in ("seqstarts", "kvstarts", "decoding_batches")}
         inputs |= {"max_seqlen": None, "max_kvlen": None, "attn_mask": None}
-        expected = scenes.Call("dynamic", inputs, attrs).expected()
+        expected = scenes.Call(scenes.OPERATORS["dynamic"], inputs, attrs).expected()
         output, lse = call.run(return_lse=True)
         assert_near(output, expected[0], TOLERANCE["float16"])
         assert_near(lse, expected[1], TOLERANCE["float16"], "lse")

@@ -167,7 +167,7 @@ def dynamic_pair(kind, mask):
     inputs |= {"seqstarts": i64([0, 1, 4]), "kvstarts": i64([0, 4, 9]), "max_seqlen": 3, "max_kvlen": 5}
     if kind == "dynamic_cache":
         inputs |= {"cachestarts": i64([0, 4]), "start_pos": i64(pasts)}
-    return Call(kind, inputs | {"attn_mask": mask}, both[0].attrs)
+    return Call(both[0].operator, inputs | {"attn_mask": mask}, both[0].attributes)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "dynamic_cache"])
@@ -234,5 +234,5 @@ def test_sizes_as_arrays_of_one(kind):
     """Files hold attributes as arrays."""
     rng = np.random.default_rng(0)
     call = scenes.any_kind(kind, rng, scenes.FP32, 2, 3)
-    sizes = {name: np.array([call.attrs[name]]) for name in ("num_heads", "head_dim")}
+    sizes = {name: np.array([call.attributes[name]]) for name in ("num_heads", "head_dim")}
     scenes.assert_same(call.copy().run(), call.but(**sizes).run())

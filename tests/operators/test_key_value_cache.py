@@ -6,7 +6,7 @@ import pytest
 import scenes
 from hypothesis import given
 from hypothesis import strategies as st
-from scenes import DTYPES, MOVED, ODD_GROUPS, QUANTIZED, QUICK_QUANTIZED, Formats, assert_same, check
+from scenes import DTYPES, MOVED, ODD_GROUPS, QUANTIZED, QUICK_QUANTIZED, Formats, assert_same, check, raw
 
 NARROWED = Formats("fp32", "fp16")
 INT8 = Formats("fp16", "int8", "fp32", 8, 8, (24, 40))
@@ -37,7 +37,10 @@ def test_nan_and_inf_stay_in_their_group(formats, kind, rng):
 
     def by_group(results):
         widths = (formats.group, formats.group, formats.group * formats.bit // 8, 1)
-        return [array.reshape(-1, width) for array, width in zip(results, widths, strict=True)]
+        return [
+            raw(array).reshape(-1, width * array.itemsize)
+            for array, width in zip(results, widths, strict=True)
+        ]
 
     results = by_group(with_groups([np.nan, 1, np.inf, -np.inf, 2]).results())
     answers = [by_group(with_groups(contents).oracle()) for contents in ([97, 0], [0, 13])]

@@ -10,6 +10,7 @@ from scenes import assert_same
 import kvkit
 from kvkit import merge_attention_states
 from kvkit.reference import attention as reference
+from kvkit.tools.vectors.calls import static_mask
 
 INF = np.inf
 floats = pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
@@ -32,7 +33,7 @@ def test_masks_sinks_and_prefill(rng):
     """Each part with its columns of the mask; the sinks belong to one of them."""
     sinks = np.array([1, -2, 5, 0], np.float32)
     call = scenes.static(rng, FP32, 50, 20, is_causal=False)
-    mask = scenes.static_mask(rng, call, (4, 20))
+    mask = static_mask(rng, call, (4, 20))
     mask[..., 40:] = np.where(np.arange(30) > np.arange(20)[:, None] + 10, -INF, mask[..., 40:])
     mask[0, 3] = -INF
     whole = call.but(attn_mask=mask, sinks=sinks)

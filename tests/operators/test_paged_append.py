@@ -6,12 +6,13 @@ import pool_scenes
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pool_calls import any_bits, bytes_of, scene
+from pool_calls import bytes_of, scene
 
 import kvkit
 from kvkit import formats
 from kvkit.formats.elements import BY_NAME
 from kvkit.reference import paged as oracle
+from kvkit.tools.vectors.draws import any_bytes
 
 pytestmark = pytest.mark.cpu
 E4M3 = BY_NAME["e4m3"].dtype
@@ -146,7 +147,7 @@ def test_rotated_keys_of_the_reference(rng):
 @pytest.mark.parametrize("shape", [(6, 3), (6, 5, 70_001), (6,)])
 def test_blocks_from_cache_to_cache(shape, rng):
     """Of any strides, and larger than what is copied at once."""
-    source, target = any_bits(rng, shape, np.float32), any_bits(rng, (4, *shape[1:]), np.float32)
+    source, target = any_bytes(rng, shape, np.float32), any_bytes(rng, (4, *shape[1:]), np.float32)
     memory = np.repeat(target, 2, 0)
     around, between = memory[::2], memory[1::2].tobytes()
     pairs = np.array([[5, 0], [2, 3], [5, 1]])
@@ -166,7 +167,7 @@ def test_blocks_of_any_type(dtype, rng):
 
 
 def test_blocks_within_a_cache(rng):
-    cache = any_bits(rng, (6, 3), np.int8)
+    cache = any_bytes(rng, (6, 3), np.int8)
     expected = cache.copy()
     expected[[0, 1]] = expected[[4, 4]]
     assert kvkit.swap_blocks(cache, cache, [[4, 0], [4, 1]]).tobytes() == expected.tobytes()

@@ -8,13 +8,16 @@ import numba
 import numpy as np
 import pytest
 import random_calls
-from attention_scenes import FP16, FP32, INT8, assert_unchanged, poison
+from attention_scenes import FP16, FP32, INT8, assert_unchanged
 from plan_scenes import CACHED, PLANNED, STEPS, TOKENS, append, attend, planned
 from refusals import legal_attention as legal
-from scenes import INT64_MAX, LAYERS, assert_same
+from scenes import INT64_MAX, assert_same
 
 import kvkit
 from kvkit import KvkitError, checks
+from kvkit.reference.cache import DYNAMIC_LAYOUTS, cache_row
+from kvkit.tools.vectors.calls import LAYER, LAYERS
+from kvkit.tools.vectors.draws import normal, poison
 
 LENGTHS = [(40, 1), (3, 1), (0, 5), (9, 0), (1, 20), (700, 2)]
 modes = pytest.mark.parametrize("mode", [0, 1], ids=["offsets", "pages"])
@@ -23,7 +26,7 @@ formats_of = pytest.mark.parametrize("formats", [FP32, FP16, INT8], ids=str)
 
 def function(call, **more):
     """Return key_value_cache with the tokens of an attention call."""
-    attrs = {name: call.attrs[name] for name in (*CACHED, *PLANNED)}
+    attrs = {name: call.attributes[name] for name in (*CACHED, *PLANNED)}
     arrays = [call[name] for name in ("current_key", "current_value", *STEPS)]
     hints = call["max_seqlen"], call["max_kvlen"]
     cache = call["cache"], call["scale"]
@@ -32,14 +35,14 @@ def function(call, **more):
 
 def layers(rng, call):
     """Return the call for each layer, with new tokens; all layers of the cache have layer 1's contents."""
-    axis = scenes.DYNAMIC_AXES[call.attrs["cache_layout"]].split().index("layer")
+    axis = DYNAMIC_LAYOUTS[call.attributes["cache_layout"]].split().index("l")
     arrays = {
-        name: np.repeat(call[name].take([scenes.LAYER], axis), LAYERS, axis)
+        name: np.repeat(call[name].take([LAYER], axis), LAYERS, axis)
         for name in ("cache", "scale")
         if call[name] is not None
     }
     for layer in range(LAYERS):
-        tokens = {name: scenes.normal(rng, call[name].shape, call[name].dtype) for name in TOKENS}
+        tokens = {name: normal(rng, call[name].shape, call[name].dtype) for name in TOKENS}
         yield call.but(**arrays, **tokens, layer_idx=layer)
 
 
@@ -54,9 +57,7 @@ def test_random_calls(formats):
         call = random_calls.attention(rng, "dynamic_cache", formats)
         step = planned(call.but(**random_calls.one(rng, [{}, {"max_seqlen": None, "max_kvlen": 2**70}])))
         for _ in range(2):
-            call = call.but(
-                **{name: scenes.normal(rng, call[name].shape, call[name].dtype) for name in TOKENS}
-            )
+            call = call.but(**{name: normal(rng, call[name].shape, call[name].dtype) for name in TOKENS})
             expected, other, appended = call.copy(), call.copy(), call.copy()
             want, new = expected.run(return_lse=True), function(call.copy())
             for _ in range(2):
@@ -79,7 +80,7 @@ def test_one_plan_serves_several_calls_and_caches(mode, rng):
         call = scenes.dynamic_cache(rng, formats, LENGTHS, mode=mode, **options)
         index = {name: first[name] for name in STEPS}
         step = planned(first)
-        axis = scenes.DYNAMIC_AXES[call.attrs["cache_layout"]].split().index("row")
+        axis = DYNAMIC_LAYOUTS[call.attributes["cache_layout"]].split().index("n")
         rows = first["cache"].shape[0]
         for name in ("cache", "scale"):
             if call[name] is not None:
@@ -119,7 +120,7 @@ def test_a_cache_with_too_few_rows(mode):
         rows = 0
         for b, kvlen in enumerate(np.diff(call["kvstarts"])):
             for t in range(kvlen):
-                place = scenes.reference.cache_row(call["cachestarts"], b, t, mode, call.attrs["page_size"])
+                place = cache_row(call["cachestarts"], b, t, mode, call.attributes["page_size"])
                 rows = max(rows, place + 1)
         arrays = {n: call[n] for n in ("cache", "scale") if call[n] is not None}
         exact = {
@@ -154,7 +155,7 @@ def test_mode_and_page_size_belong_to_the_plan():
     step = planned(call)
     for name in PLANNED:
         with pytest.raises(TypeError, match=name):
-            attend(step, call, **{name: call.attrs[name]})
+            attend(step, call, **{name: call.attributes[name]})
 
 
 # Calls that repeat
@@ -250,7 +251,7 @@ def test_wrong_after_right(case):
     call = legal("dynamic_cache")
     step, before = warmed(call), call.copy()
     message = error_of(attend, step, call, **WRONG_NOW[case])
-    assert message == error_of(scenes.Call(call.kind, call.inputs, {**call.attrs, **WRONG_NOW[case]}).run)
+    assert message == error_of(scenes.Call(call.operator, call.inputs, call.attributes | WRONG_NOW[case]).run)
     assert_unchanged(call, before)
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import random_calls
 from attention_scenes import TOLERANCE, assert_near
-from calls import Call, arrays_of, like
+from calls import arrays_of, by_name, like
 from random_calls import ATTENDED, GENERATORS
-from scenes import ALL_FORMATS, FLOATS, OPERATORS, QUICK_FORMATS, Formats, assert_same, first_quick
+from scenes import ALL_FORMATS, FLOATS, QUICK_FORMATS, Formats, assert_same, first_quick
 from surroundings import carve
 
 from kvkit import cpu
@@ -126,10 +126,10 @@ def test_plain_forms(generator, monkeypatch):
 
 def check_attention(rng, call):
     """Check that outputs are no worse than code that rounds each step, and that lse changes none."""
-    memory = Call(attention_scenes.OPERATORS[call.kind][0], call.inputs | call.attrs)
+    memory = by_name(call)
     given, checks = random_calls.moved(rng, memory)
     wide_mask = call["attn_mask"] is not None and call["attn_mask"].dtype.itemsize > call["query"].itemsize
-    exact = call.inputs.get("scale") is None or call.attrs["quant_group"] % 8 == 0
+    exact = call.inputs.get("scale") is None or call.attributes["quant_group"] % 8 == 0
     there = call.but(**{name: given[name] for name in call.inputs})
     attention_scenes.check(call, exact and not wide_mask, there)
     for untouched in checks:
@@ -164,5 +164,4 @@ def test_attention_over_every_format(kind, t1):
 def test_key_value_cache(formats):
     for seed in range(8):
         rng = np.random.default_rng(seed)
-        scene = random_calls.key_value_cache(rng, formats)
-        check(rng, Call(OPERATORS[scene.kind][0], scene.inputs | scene.attrs))
+        check(rng, by_name(random_calls.key_value_cache(rng, formats)))

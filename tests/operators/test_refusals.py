@@ -1,6 +1,5 @@
 """What no operator takes, from the table of operators: each argument of each, with all that it may not be."""
 
-import attention_scenes
 import numpy as np
 import pytest
 from calls import CALLS, arrays_of, like, with_outputs
@@ -10,6 +9,7 @@ from scenes import assert_same
 import kvkit
 from kvkit.errors import describe
 from kvkit.operators import OPERATORS
+from kvkit.tools.vectors.calls import LAYERS
 
 every_call = pytest.mark.parametrize("call", [make() for make in CALLS.values()], ids=CALLS)
 NOT_INTEGERS = [1.0, 8.0, np.float32(1), True, False, np.True_, "8", None, [1], 1 + 0j, np.array([8, 8])]
@@ -22,7 +22,7 @@ OF_KIND = {
     tuple: [None, 3, "ab", (3,), (1, 2, 3), (1.0, 2), (None, 1), ("1", "2"), (-2, 0), (0, -5), np.ones(2)],
 }
 OUT_OF_RANGE = {
-    "num_layer": [0, -3], "layer_idx": [attention_scenes.LAYERS, -1, 2**70], "quant_bit": [2, -8],
+    "num_layer": [0, -3], "layer_idx": [LAYERS, -1, 2**70], "quant_bit": [2, -8],
     "quant_group": [0, -8, 7, 48], "num_repeat": [0, -1, 2**70], "cache_layout": [-1, 4],
     "cache_mode": [-1, 2], "page_size": [0, -3], "num_heads": [-4], "head_dim": [-8],
     "num_kv_heads": [3, 8, -2], "softcap": [None, -1.0, 1e-46], "rotary_dim": [-1, 3, 10],

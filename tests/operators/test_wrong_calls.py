@@ -313,11 +313,11 @@ TABLE = [
     ("latent rows", "value_dim: expected an integer from", {"value_dim": 577}),
     ("latent rows", "block_tables: expected an array, or indices", {"block_tables": None}),
     ("latent rows", "block_tables: expected None beside indices", {"indices": [[0]] * 6}),
-    (LATENT, "block_tables", at("block_tables", ((0, 0), 6))),
+    (LATENT, "block_tables", at("block_tables", ((0, 0), 7))),
     ("latent rows of bytes", "format: expected None, ds_mla", {"format": "q8_0"}),
     ("latent rows", "latent: expected an array of bytes", {"format": "ds_mla"}),
     ("latent rows of bytes", "rope_cache: expected None", {"rope_cache": np.ones((4, 4, 576), "f4")}),
-    ("latent rows", "rope_cache: expected (6, 4)", lambda call: {"rope_cache": call["latent"][:1]}),
+    ("latent rows", "rope_cache: expected (7, 4)", lambda call: {"rope_cache": call["latent"][:1]}),
     ("latent rows", "sinks: expected shape (2,)", {"sinks": np.ones(3, "f4"), "lse_of_sinks": False}),
     ("latent rows of bytes", "query: expected rows of 576 elements, as latent has (without a rope: query="
      "(query, np.zeros((6, 2, 64), query.dtype))", each(part(..., np.s_[:512]), "query")),

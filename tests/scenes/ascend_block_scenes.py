@@ -1,7 +1,9 @@
 """Make caches in blocks, and calls that operators on blocks refuse."""
 
 import numpy as np
-from ascend_scenes import any_bits, random_heads
+from ascend_scenes import random_heads
+
+from kvkit.tools.vectors.pools import store
 
 INT64_MAX, INT64_MIN = np.iinfo(np.int64).max, np.iinfo(np.int64).min
 NO_BLOCK = [-1, -2, 100, 2**31, INT64_MAX, INT64_MIN]
@@ -9,9 +11,5 @@ NO_BLOCK = [-1, -2, 100, 2**31, INT64_MAX, INT64_MIN]
 
 def caches_of(rng, dtypes, cache_format, blocks, rows):
     heads, dims = random_heads(rng, cache_format, *dtypes)
-    caches = []
-    for dtype, dim in zip(dtypes, dims, strict=True):
-        size = dtype.itemsize
-        nz = (blocks, heads * dim * size // 32, rows, 32 // size)
-        caches.append(any_bits(rng, nz if cache_format == "NZ" else (blocks, rows, heads, dim), dtype))
-    return caches
+    call = store(rng, dtypes, np.zeros(0, np.int64), blocks, rows, heads, dims, cache_format)
+    return [call["key_cache"], call["value_cache"]][: len(dtypes)]

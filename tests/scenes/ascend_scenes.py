@@ -8,27 +8,24 @@ import pytest
 from hypothesis import strategies as st
 
 from kvkit.reference import ascend as oracle
-from kvkit.reference.ascend import KVHEAD, KVHEAD_ROPE
+from kvkit.reference.ascend import KVHEAD_ROPE
+from kvkit.tools.vectors import pools
+from kvkit.tools.vectors.draws import any_bytes
 
 reshape_and_cache = backends.operators.ascend.reshape_and_cache
 FLOATS = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16)}
 FLOATS["bfloat16"] = np.dtype(ml_dtypes.bfloat16)
 DTYPES = FLOATS | {"int8": np.dtype(np.int8)}
+ARRAYS = "key", "value", "key_cache", "value_cache", "slot_mapping"
 DIMS = (1, 2, 3, 7, 8, 16, 17, 31, 32, 40, 64, 96, 129)
 seeds = st.integers(0, 2**32 - 1).map(np.random.default_rng)
 dtypes_of = st.sampled_from(list(DTYPES.values()))
 every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 
 
-def any_bits(rng, shape, dtype):
-    """Return random bit patterns: NaN with any payload, infinities, -0.0, subnormal numbers."""
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    return rng.integers(0, 256, size, np.uint8).view(dtype).reshape(shape)
-
-
 def finite(rng, shape, dtype):
     """Return random bit patterns but those of NaN and infinities."""
-    array = any_bits(rng, shape, dtype)
+    array = any_bytes(rng, shape, dtype)
     if array.dtype != np.int8:
         with np.errstate(invalid="ignore"):  # signalling NaN
             array[~np.isfinite(array)] = -0.0
@@ -123,52 +120,17 @@ def random_heads(rng, cache_format, *dtypes):
 def plain_call(rng, dtypes, cache_format="ND"):
     heads, dims = random_heads(rng, cache_format, *dtypes)
     blocks, rows = int(rng.integers(1, 5)), int(rng.choice([1, 2, 3, 5, 16, 37]))
-    tokens = int(rng.integers(0, min(blocks * rows, 50) + 1))
-    packed, caches = [], []
-    for dtype, dim in zip(dtypes, dims, strict=True):
-        packed.append(any_bits(rng, (tokens, heads, dim), dtype))
-        shape = (blocks, rows, heads, dim)
-        if cache_format == "NZ":
-            shape = (blocks, heads * dim * dtype.itemsize // 32, rows, 32 // dtype.itemsize)
-        caches.append(any_bits(rng, shape, dtype))
-    if len(dtypes) == 1:
-        packed, caches = [*packed, None], [*caches, None]
-    return *packed, *caches, random_slots(rng, tokens, blocks * rows)
+    slots = random_slots(rng, int(rng.integers(0, min(blocks * rows, 50) + 1)), blocks * rows)
+    return (*pools.store(rng, dtypes, slots, blocks, rows, heads, dims, cache_format).inputs.values(),)
 
 
 def compressed_call(rng, dtype, mode, count=2, empty_window="copy"):
-    """Return a compressed call: runs in any order, with gaps; unused slots are random."""
     heads, dim = int(rng.integers(1, 5)), int(rng.choice([32, 64, 96]))
-    seq_lens = rng.integers(1, 10, int(rng.integers(0, 4)))
-    lengths = np.repeat(seq_lens, heads)
-    wins = rng.integers(0, lengths + 1)
-    offsets = np.where(rng.random(len(wins)) < 0.2, -1, rng.integers(0, lengths - wins + 1))
-    if mode != KVHEAD:
-        wins[offsets == -1] = rng.choice([-5, 0, 3, 2**40], (offsets == -1).sum())
-    made = [
-        len(oracle.compress_run(np.zeros((n, 1)), mode, w, o, empty_window))
-        for n, w, o in zip(lengths, wins, offsets, strict=True)
-    ]
-    slots, end = np.zeros(len(wins), np.int64), 0
-    for i in rng.permutation(len(wins)):
-        slots[i] = end + rng.integers(0, 3)
-        end = slots[i] + made[i]
-    rows = int(rng.integers(1, 6))
-    blocks = max(1, -(-int(end) // rows)) + int(rng.integers(0, 2))
-    hidden = rng.random(len(wins)) < 0.2
-    slots[hidden] = rng.choice([-1, -7, -(2**63)], hidden.sum())
-    wins[hidden] = rng.choice([-1, 2**40], hidden.sum())
-    offsets[hidden] = rng.choice([-2, 2**40], hidden.sum())
-    make = finite if mode == KVHEAD_ROPE else any_bits
-    packed = [make(rng, (int(seq_lens.sum()), heads, dim), dtype) for _ in range(count)]
-    caches = [any_bits(rng, (blocks, rows, 1, dim), dtype) for _ in range(count)]
-    nothing = [None] * (2 - count)
-    keywords = {"compress_type": mode, "wins": wins, "seq_lens": seq_lens}
-    if mode == KVHEAD:
-        keywords["empty_window"] = empty_window
-    else:
-        keywords["offset_index"] = offsets
-    return (*packed, *nothing, *caches, *nothing, slots), keywords
+    seq_lens, rows = rng.integers(1, 10, int(rng.integers(0, 4))), int(rng.integers(1, 6))
+    draw = finite if mode == KVHEAD_ROPE else any_bytes
+    call = pools.store_compressed(rng, dtype, mode, seq_lens, rows, heads, dim, count, empty_window, draw)
+    arrays = [call.inputs.pop(name) for name in ARRAYS]
+    return arrays, call.inputs | call.attributes
 
 
 needs_two = pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="one core")

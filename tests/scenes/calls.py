@@ -14,6 +14,7 @@ from kvkit.reference.ascend import KVHEAD, KVHEAD_ROPE, OMNI
 from kvkit.tools.vectors import latent as vectors
 from kvkit.tools.vectors.compressed import compression
 from kvkit.tools.vectors.draws import Sizes
+from kvkit.tools.vectors.recurrent import tokens_of
 
 X = np.ones((2, 3, 2, 8), np.float32)
 STARTS = {"seqstarts": np.array([0, 2, 3]), "start_pos": np.array([0, 4]), "max_seqlen": 2}
@@ -51,10 +52,13 @@ class Call:
         return self.operator.function((by or backends.operators).__name__)(*first, **named)
 
 
+def by_name(call, **more):
+    """Return a call with its attributes among its inputs."""
+    return Call(call.operator, call.inputs | call.attributes | more)
+
+
 def of_scene(kind, **choices):
-    call = refusals.legal(kind, **choices)
-    name = "key_value_cache" if kind == "static" else "dynamic_batching.key_value_cache"
-    return Call(name, call.inputs | call.attrs)
+    return by_name(refusals.legal(kind, **choices))
 
 
 def attention(kind, formats=attention_scenes.FP32):
@@ -62,7 +66,7 @@ def attention(kind, formats=attention_scenes.FP32):
     call = refusals.legal_attention(kind, formats, dim=16)
     shape = (4, 3, 16) if kind.startswith("static") else (4, 10)
     more = {"attn_mask": np.zeros(shape, call["query"].dtype), "sinks": np.zeros(4, np.float32)}
-    return Call(attention_scenes.OPERATORS[kind][0], call.inputs | call.attrs | more)
+    return by_name(call, **more)
 
 
 def reshape(mode=0, cache_format="ND", dtype=np.float16):
@@ -107,9 +111,9 @@ def pools():
 
 def drawn(make, *how, page=4, **more):
     """Return a call of three sequences as `kvkit vectors` draws it."""
-    operator, inputs, attributes, _ = make(np.random.default_rng(1), Sizes(page=page, batch=3), *how, **more)
-    attributes = {name: value for name, value in attributes.items() if name != "return_lse"}
-    return Call(operator, inputs | attributes)
+    call = by_name(make(np.random.default_rng(1), Sizes(page=page, batch=3), *how, **more))
+    call.inputs.pop("return_lse", None)
+    return call
 
 
 def latent(**more):
@@ -123,19 +127,16 @@ def latent_append(**more):
 def delta(name, by_channel=False, **more):
     """Return a call of the gated delta rule over 5 tokens, 2 key heads and 4 value heads, in a pool of 7."""
     rng = np.random.default_rng(1)
-    q, k, v = (rng.random((5, heads, dim), np.float32) for heads, dim in ((2, 6), (2, 6), (4, 5)))
-    inputs = {"q": q, "k": k, "v": v, "state": rng.random((7, 4, 6, 5), np.float32)}
-    inputs |= {"g": -rng.random((5, 4, 6) if by_channel else (5, 4), np.float32)}
-    inputs |= {"beta": rng.random((5, 4), np.float32), "norm": True}
+    inputs = tokens_of(rng, Sizes(heads=2, dim=6), 5, channels=by_channel, value_dim=5)
+    inputs |= {"state": rng.random((7, 4, 6, 5), np.float32), "norm": True}
     return Call(name, inputs | {key: value for key, value in more.items() if value is not None})
 
 
 def convolution(name, **more):
     """Return a call of the causal convolution over 5 tokens, 6 channels and 4 taps, in a pool of 7."""
+    shapes = {"x": (5, 6), "weight": (6, 4), "bias": (6,), "state": (7, 6, 3)}
     rng = np.random.default_rng(1)
-    inputs = {"x": rng.random((5, 6), np.float32), "weight": rng.random((6, 4), np.float32)}
-    inputs |= {"bias": rng.random(6, np.float32), "state": rng.random((7, 6, 3), np.float32)}
-    return Call(name, inputs | more)
+    return Call(name, {each: rng.random(shape, np.float32) for each, shape in shapes.items()} | more)
 
 
 def of(name, **inputs):

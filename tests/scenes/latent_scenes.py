@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 
 from kvkit.formats import decode, encode
+from kvkit.tools.vectors.latent import pool_of
 
 F32, BF16, F16 = np.float32, ml_dtypes.bfloat16, np.float16
 LATENT, ROPE = 512, 64
@@ -21,12 +22,6 @@ def pools(rows, kind):
         return {"latent": wide[:, :page]}, flat
     if kind == "two pools":
         return {"latent": rows[..., :LATENT], "rope_cache": np.ascontiguousarray(rows[..., LATENT:])}, flat
-    if kind.startswith("ds_v4"):
-        flat = flat[:, 64:]
-        stored = encode(flat, kind)["codes"].reshape(blocks, page, 584)
-        room = np.zeros((blocks, -(-page * 584 // 576) * 576), np.uint8)
-        room[:, : page * 576] = stored[..., :576].reshape(blocks, -1)
-        room[:, page * 576 : page * 584] = stored[..., 576:].reshape(blocks, -1)
-        return {"latent": room, "format": kind}, decode(stored, kind).reshape(blocks * page, -1)
-    stored = encode(flat, kind)["codes"].view(np.uint8).reshape(blocks, page, 656)
-    return {"latent": stored, "format": kind}, decode(stored, kind).reshape(blocks * page, -1)
+    rows = rows[..., 64:] if kind.startswith("ds_v4") else rows
+    codes = encode(rows.reshape(blocks * page, -1), kind)["codes"]
+    return pool_of(rows, np.ones((blocks, page), bool), kind), decode(codes, kind).reshape(blocks * page, -1)

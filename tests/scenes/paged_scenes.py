@@ -3,11 +3,11 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from attention_scenes import normal
 
 import kvkit
 from kvkit import KvkitError
 from kvkit.cache import PagedCache
+from kvkit.tools.vectors.draws import normal
 
 LAYERS, HEADS, DIM, P = 2, 2, 16, 4
 KINDS = {

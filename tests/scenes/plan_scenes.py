@@ -10,7 +10,7 @@ CACHED = ("num_layer", "layer_idx", "quant_bit", "quant_group", "cache_layout")
 
 def planned(call, **more):
     """Return the plan of a call."""
-    options = {name: call.attrs[name] for name in PLANNED}
+    options = {name: call.attributes[name] for name in PLANNED}
     hints = {name: call[name] for name in ("max_seqlen", "max_kvlen")}
     steps = [call[name] for name in STEPS]
     return plan(*steps, call["decoding_batches"], **hints, **{**options, **more})
@@ -18,13 +18,13 @@ def planned(call, **more):
 
 def attend(step, call, **more):
     """Run a plan with the arguments of a call that a plan does not have."""
-    attrs = {name: value for name, value in call.attrs.items() if name not in PLANNED}
+    attrs = {name: value for name, value in call.attributes.items() if name not in PLANNED}
     arrays = [call[name] for name in (*TOKENS, "cache", "scale", "attn_mask")]
     return step.multi_head_cache_attention(*arrays, **{**attrs, **more})
 
 
 def append(step, call, **more):
-    attrs = {name: call.attrs[name] for name in CACHED}
+    attrs = {name: call.attributes[name] for name in CACHED}
     arrays = [call[name] for name in ("current_key", "current_value", "cache", "scale")]
     return step.key_value_cache(*arrays, **{**attrs, **more})
 

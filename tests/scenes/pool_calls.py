@@ -2,16 +2,12 @@
 
 import numpy as np
 import pool_scenes
-from attention_scenes import TOLERANCE, assert_near, normal
+from attention_scenes import TOLERANCE, assert_near
 from scenes import DTYPES
 
 import kvkit
 from kvkit.reference import paged as oracle
-
-
-def any_bits(rng, shape, dtype):
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    return rng.integers(0, 256, size, np.uint8).view(dtype).reshape(shape)
+from kvkit.tools.vectors.draws import any_bytes, block_table, normal
 
 
 def scene(rng, engine, dtype="fp16", tokens=9, blocks=5, rows=4, heads=2, dim=16, value_dim=None):
@@ -20,7 +16,7 @@ def scene(rng, engine, dtype="fp16", tokens=9, blocks=5, rows=4, heads=2, dim=16
     pools = pool_scenes.made(engine, blocks, rows, heads, dim, value_dim, dtype)
     for memory in pools.memory:
         memory.view(np.uint8)[...] = rng.integers(0, 256, memory.view(np.uint8).shape)
-    new = [any_bits(rng, (tokens, heads, size), dtype) for size in (dim, value_dim)]
+    new = [any_bytes(rng, (tokens, heads, size), dtype) for size in (dim, value_dim)]
     slots = rng.permutation(blocks * rows)[:tokens]
     return pools, new, np.where(rng.random(tokens) < 0.2, -rng.integers(1, 9, tokens), slots)
 
@@ -51,15 +47,14 @@ class Scene:
         **more,
     ):
         dtype, query_dtype = DTYPES[dtype], DTYPES[query_dtype or dtype]
-        self.pages, blocks = pool_scenes.table_of(rng, lengths, rows)
-        self.pools = pool_scenes.made(engine, blocks, rows, kv_heads, dim, value_dim or dim, dtype)
-        for own, length in zip(self.pages, lengths, strict=True):
-            for view in (self.pools.keys, self.pools.values):
-                for j in range(length):
-                    view[own[j // rows], j % rows] = normal(rng, view.shape[2:], dtype)
+        self.table, used = block_table(rng, lengths, rows)
+        self.pages = [row[: -(-n // rows)] for row, n in zip(self.table, lengths, strict=True)]
+        self.pools = pool_scenes.made(engine, len(used), rows, kv_heads, dim, value_dim or dim, dtype)
+        for view in (self.pools.keys, self.pools.values):
+            view[used] = normal(rng, view[used].shape, dtype)
         self.lengths, self.starts = np.array(lengths), np.cumsum([0, *queries])
         self.query = normal(rng, (self.starts[-1], kv_heads * group, dim), query_dtype)
-        self.table, self.heads, self.more = pool_scenes.as_table(rng, self.pages, blocks), kv_heads, more
+        self.heads, self.more = kv_heads, more
 
     @property
     def arguments(self):

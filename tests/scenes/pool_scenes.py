@@ -77,14 +77,6 @@ def made(engine, blocks, rows, heads, dim, value_dim, dtype):
     return Pools([pool], tuple(views), layout, *(seen(view, left) for view in views))
 
 
-def table_of(rng, lengths, rows, spare=2):
-    """Return (pages of each sequence in random order, number of pages); some pages are in no sequence."""
-    counts = [-(-length // rows) for length in lengths]
-    blocks = sum(counts) + spare
-    ids = rng.permutation(blocks)
-    return [ids[sum(counts[:b]) :][:count] for b, count in enumerate(counts)], blocks
-
-
 def as_table(rng, pages, blocks):
     """Return pages as a table [B, M], with random numbers after the last page of a sequence."""
     columns = max(map(len, pages), default=0) + int(rng.integers(0, 3))

@@ -2,7 +2,6 @@
 
 import attention_scenes
 import calls
-import latent_scenes
 import numpy as np
 import pool_calls
 import scenes
@@ -12,10 +11,14 @@ from ascend_scenes import compressed_call, plain_call
 from attention_scenes import BF16, FP16, FP32, INT4, INT8, MIXED
 from pool_calls import EXTRAS as OPTIONS
 from position_scenes import random_mask
-from scenes import DTYPES, FLOATS, LAYER, MOVED, ODD_GROUPS
+from scenes import DTYPES, FLOATS, MOVED, ODD_GROUPS
 from surroundings import carve
 
 from kvkit.reference.ascend import KVHEAD, KVHEAD_ROPE, OMNI
+from kvkit.reference.cache import DYNAMIC_LAYOUTS, STATIC_LAYOUTS
+from kvkit.tools.vectors import latent as vectors
+from kvkit.tools.vectors.calls import LAYER, dynamic_mask, static_mask
+from kvkit.tools.vectors.draws import any_bytes, normal
 
 DIMS = (1, 5, 6, 8, 17, 24, 40, 64, 80, 128, 160)
 ATTENDED = [FP32, FP16, BF16, *MIXED, INT8, INT4, *attention_scenes.QUANTIZED, *ODD_GROUPS]
@@ -50,13 +53,13 @@ def lengths_of(rng, most=40):
 def tight(rng, call, **ends):
     """Cut half of the calls' caches off after the layer, the last row and the last sequence."""
     if "cache" in call.inputs and rng.random() < 0.5:
-        axes = (scenes.STATIC_AXES, scenes.DYNAMIC_AXES)[call.kind.startswith("dynamic")]
-        ends |= {"layer": LAYER + 1}
-        parts = tuple(slice(ends.get(axis)) for axis in axes[call.attrs["cache_layout"]].split())
+        axes = (STATIC_LAYOUTS, DYNAMIC_LAYOUTS)[call.kind.startswith("dynamic")]
+        ends |= {"l": LAYER + 1}
+        parts = tuple(slice(ends.get(axis)) for axis in axes[call.attributes["cache_layout"]].split())
         for name in ("cache", "scale"):
             if call[name] is not None:
                 call.inputs[name] = call[name][parts].copy()
-        call.attrs["num_layer"] = LAYER + 1
+        call.attributes["num_layer"] = LAYER + 1
     return call
 
 
@@ -69,7 +72,7 @@ def key_value_cache(rng, formats=None):
     if rng.random() < 0.3:
         batch, start, seqlen = (int(rng.integers(0, end)) for end in (4, 40, 9))
         scene = scenes.static(rng, formats, int(rng.integers(2)), batch, start, seqlen, **more)
-        return tight(rng, scene, sequence=batch, row=start + seqlen)
+        return tight(rng, scene, b=batch, n=start + seqlen)
     page_size, mode = int(one(rng, (1, 2, 3, 7, 16, 128, 1000))), int(rng.integers(2))
     lengths = None if rng.random() < 0.3 and page_size < 20 else lengths_of(rng)
     return tight(rng, scenes.dynamic(rng, formats, int(rng.integers(4)), mode, lengths, page_size, **more))
@@ -106,7 +109,7 @@ def attention(rng, kind, formats=None):
         if kind == "static" and seqlen and rng.random() < 0.15:
             past = -int(rng.integers(1, seqlen + 1))  # fewer keys than queries
         call = getattr(attention_scenes, kind)(rng, formats, past, seqlen, 1 if long else batch, **more)
-        call = tight(rng, call, sequence=max(batch, 1), row=past + seqlen)
+        call = tight(rng, call, b=max(batch, 1), n=past + seqlen)
     else:
         if kind == "dynamic_cache":
             more |= {"mode": int(rng.integers(2)), "page_size": int(one(rng, (1, 3, 16, 128)))}
@@ -126,9 +129,9 @@ def with_mask(rng, kind, call):
     if kind.startswith("static"):
         sizes = {"b": call["query"].shape[0], "h": heads, "q": call["query"].shape[1], "1": 1}
         shape = tuple(sizes[axis] for axis in one(rng, STATIC_MASKS))
-        mask = attention_scenes.static_mask(rng, call, shape, dtype, pad)
+        mask = static_mask(rng, call, shape, dtype, pad)
     else:
-        mask = attention_scenes.dynamic_mask(rng, call, one(rng, (None, 1, heads)), dtype, pad)
+        mask = dynamic_mask(rng, call, one(rng, (None, 1, heads)), dtype, pad)
     if mask.size and rng.random() < 0.1:
         mask[...] = False if dtype is bool else -np.inf
     return call.but(attn_mask=mask if mask.size else None)
@@ -136,19 +139,17 @@ def with_mask(rng, kind, call):
 
 def attend(rng):
     call = attention(rng, one(rng, attention_scenes.KINDS))
-    name = attention_scenes.OPERATORS[call.kind][0]
-    return calls.Call(name, call.inputs | call.attrs | {"return_lse": bool(rng.random() < 0.5)})
+    return calls.by_name(call).but(return_lse=bool(rng.random() < 0.5))
 
 
 def append(rng):
-    scene = key_value_cache(rng)
-    return calls.Call(scenes.OPERATORS[scene.kind][0], scene.inputs | scene.attrs)
+    return calls.by_name(key_value_cache(rng))
 
 
 def merge(rng):
     dtype, count = DTYPES[one(rng, FLOATS)], int(rng.integers(1, 5))
     shape = (int(rng.integers(0, 6)), int(rng.integers(1, 5)), int(one(rng, DIMS)))
-    outputs = [attention_scenes.normal(rng, shape, dtype) for _ in range(count)]
+    outputs = [normal(rng, shape, dtype) for _ in range(count)]
     lses = [rng.choice([-np.inf, np.inf, 0.5, 3, -20], shape[:-1]).astype(np.float32) for _ in range(count)]
     if rng.random() < 0.5:
         outputs, lses = np.stack(outputs), np.stack(lses)
@@ -173,10 +174,7 @@ def rotary(rng):
         attrs |= {"scaling_type": one(rng, ("linear", "dynamic", "")), "scaling_factor": 2.5}
         attrs["max_position_embeddings"] = int(one(rng, (1, 6, 10)))
     shape = (int(seqstarts[-1]),) if packed else (int(rng.integers(1, 4)), int(rng.integers(0, 7)))
-    inputs = {
-        name: attention_scenes.normal(rng, (*shape, int(rng.integers(1, 5)), dim), dtype)
-        for name in ("query", "key")
-    }
+    inputs = {name: normal(rng, (*shape, int(rng.integers(1, 5)), dim), dtype) for name in ("query", "key")}
     if packed:
         inputs |= {"seqstarts": seqstarts, "start_pos": past, "max_seqlen": None}
         return calls.Call("dynamic_batching.rotary_position_embedding", inputs | attrs)
@@ -237,7 +235,7 @@ def blocks(rng):
     caches = {"key_cache": key_cache, "value_cache": value_cache}
     if rng.random() < 0.4:
         sizes = [rng.integers(1, 5, int(rng.integers(0, 6))) for _ in range(count)]
-        arrays = [pool_calls.any_bits(rng, (total, *size), dtype) for size in sizes]
+        arrays = [any_bytes(rng, (total, *size), dtype) for size in sizes]
         caches = dict(zip(caches, [*arrays, None], strict=False))
         ids = rng.permutation(total)
         cut, end = np.sort(rng.integers(0, total + 1, 2))
@@ -259,10 +257,10 @@ def blocks(rng):
 def matrices(rng):
     dtype, (batch, m, n) = one(rng, ELEMENTS), (int(rng.integers(1, high)) for high in (4, 40, 70))
     if rng.random() < 0.5:
-        return calls.Call("ascend.nd_to_nz", {"x": pool_calls.any_bits(rng, (batch, m, n), dtype)})
+        return calls.Call("ascend.nd_to_nz", {"x": any_bytes(rng, (batch, m, n), dtype)})
     n0 = 32 // dtype.itemsize
     shape = (batch, -(-n // n0), -(-m // 16) * 16, n0)
-    return calls.Call("ascend.nz_to_nd", {"y": pool_calls.any_bits(rng, shape, dtype), "m": m, "n": n})
+    return calls.Call("ascend.nz_to_nd", {"y": any_bytes(rng, shape, dtype), "m": m, "n": n})
 
 
 def attend_blocks(rng):
@@ -292,7 +290,7 @@ def pools(rng):
     if kind < 0.15:
         shape = (int(rng.integers(1, 5)), int(one(rng, DIMS)))
         pairs = np.array([[rng.integers(6), rng.integers(shape[0])]])
-        source, target = (pool_calls.any_bits(rng, size, np.int8) for size in ((6, shape[1]), shape))
+        source, target = (any_bytes(rng, size, np.int8) for size in ((6, shape[1]), shape))
         return calls.Call("swap_blocks", {"source": source, "target": target, "pairs": pairs})
     if kind < 0.4:
         dtype = one(rng, ("fp32", "fp16", "int8"))
@@ -332,53 +330,41 @@ def latent(rng):
         return calls.Call("mla_expand", rows)
     lengths = rng.choice([0, 1, 5, 40], batch)
     queries = np.minimum(rng.choice([0, 1, 3], batch), lengths)
-    pages = -(-lengths // page)
-    table = np.full((batch, int(pages.max()) + 1), -1)
-    for row, count in zip(table, pages, strict=True):
-        row[:count] = rng.permutation(int(pages.sum()) + 2)[:count]
-    blocks, tokens = int(pages.sum()) + 2, int(queries.sum())
-    places = {"block_tables": table, "context_lens": lengths, "query_starts": np.cumsum([0, *queries])}
+    places, used = vectors.contexts(rng, lengths, queries, page)
+    tokens, slots = int(queries.sum()), used.size
     if kind < 0.3:
         scores = rng.integers(0, 4, (tokens, int(lengths.max()))).astype(np.float32)
-        for row, b in zip(scores, np.repeat(np.arange(batch), queries), strict=True):
-            row[int(lengths[b]) :] = -np.inf
+        scores[np.arange(scores.shape[1]) >= np.repeat(lengths, queries)[:, None]] = -np.inf
         del places["context_lens"]
-        return calls.Call(
-            "topk_rows", {"scores": scores, "k": int(one(rng, (1, 3, 50))), "page_size": page} | places
-        )
+        more = {"k": int(one(rng, (1, 3, 50))), "page_size": page}
+        return calls.Call("topk_rows", {"scores": scores} | more | places)
     if kind < 0.4:
-        inputs = {"query": numbers(tokens, heads, dim), "keys": numbers(blocks, page, dim)}
+        inputs = {"query": numbers(tokens, heads, dim), "keys": numbers(*used.shape, dim)}
         return calls.Call("indexer_scores", inputs | {"weights": numbers(tokens, heads)} | places)
-    stored = one(
-        rng, ("one pool", "two pools", "floats", "floats", "ds_mla", "ds_mla:p2", "ds_v4", "ds_v4:vllm")
-    )
-    if stored == "floats":
-        pool, width = {"latent": numbers(blocks, page, dim + rope)}, dim + rope
-    else:
-        pool, rows = latent_scenes.pools(numbers(blocks, page, 576), stored)
-        width = rows.shape[1]
-    if kind < 0.6:
-        slots = np.where(rng.random(tokens) < 0.2, -1, rng.permutation(blocks * page)[:tokens])
-        parts = {
-            "latent": numbers(tokens, width - min(rope, width - 1) if stored == "floats" else width - 64)
+    format = one(rng, (None, None, None, None, "ds_mla", "ds_mla:p2", "ds_v4", "ds_v4:vllm"))
+    width, rope = (vectors.width_of(format), 64) if format else (dim + rope, rope)
+    pool = vectors.pool_of(numbers(*used.shape, width), used, format)
+    if not format and rng.random() < 0.3:
+        pool = {
+            "latent": pool["latent"][..., :-rope].copy(),
+            "rope_cache": pool["latent"][..., -rope:].copy(),
         }
-        parts["rope"] = numbers(tokens, width - parts["latent"].shape[1])
-        pool = {"cache" if name == "latent" else name: array for name, array in pool.items()}
-        return calls.Call("mla_append", parts | {"slot_mapping": slots} | pool)
+    if kind < 0.6:
+        numbers_of = np.where(rng.random(tokens) < 0.2, -1, rng.permutation(slots)[:tokens])
+        parts = {"latent": numbers(tokens, width - rope), "rope": numbers(tokens, rope)}
+        pool["cache"] = pool.pop("latent")
+        return calls.Call("mla_append", parts | {"slot_mapping": numbers_of} | pool)
     call = {"query": numbers(tokens, heads, width), "value_dim": min(width, 512)} | pool
     call["softmax_scale"] = width**-0.5
     if rng.random() < 0.4:
-        chosen = rng.integers(-2, blocks * page + 2, (tokens, 7))
-        call |= {"indices": chosen} | (
-            {"index_lens": rng.integers(0, 8, tokens)} if rng.random() < 0.5 else {}
-        )
+        chosen = rng.integers(-2, slots + 2, (tokens, 7))
+        chosen[~used.reshape(-1)[np.clip(chosen, 0, slots - 1)]] = -1
+        lens = {"index_lens": rng.integers(0, 8, tokens)}
+        call |= {"indices": chosen} | often(rng, 0.5, lens, {})
     else:
         call |= places | {"is_causal": bool(rng.random() < 0.7)}
-    if rng.random() < 0.5:
-        call |= {
-            "sinks": rng.standard_normal(heads).astype(np.float32),
-            "lse_of_sinks": bool(rng.random() < 0.5),
-        }
+    sinks = {"sinks": rng.standard_normal(heads).astype(np.float32), "lse_of_sinks": bool(rng.random() < 0.5)}
+    call |= often(rng, 0.5, sinks, {})
     return calls.Call("mla_attention", call | {"return_lse": bool(rng.random() < 0.5)})
 
 

@@ -4,35 +4,24 @@ import copy
 import itertools
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import ClassVar
 
 import backends
-import ml_dtypes
 import numpy as np
 import pytest
 
-from kvkit.reference import cache as reference
+from kvkit.reference import REFERENCE
+from kvkit.tools.vectors import calls as vectors
+from kvkit.tools.vectors import draws
 
-DTYPES = {
-    "fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16),
-    "int8": np.dtype(np.int8), "uint8": np.dtype(np.uint8),
-}  # fmt: skip
-FLOATS = ("fp32", "fp16", "bf16")
+DTYPES, FLOATS = draws.DTYPES, tuple(draws.FP_TYPES)
 GROUPS = (2, 4, 8, 16, 32, 64)
 INT64_MAX, INT64_MIN = np.iinfo(np.int64).max, np.iinfo(np.int64).min
-GARBAGE = np.array([-1, INT64_MAX, INT64_MIN, 2**40])
-LAYERS, LAYER = 3, 1
 
 
 @dataclass(frozen=True)
-class Formats:
-    """Holds the types of a call: data, cache, scale."""
+class Formats(draws.Formats):
+    """Holds the types of a call, and head sizes to draw from."""
 
-    t1: str
-    t2: str
-    t3: str = ""
-    bit: int = 0
-    group: int = 8
     dims: tuple[int, ...] = (6, 24, 40, 17, 1, 128)
 
     def __str__(self):
@@ -59,27 +48,16 @@ ODD_GROUPS = [
 ]  # fmt: skip
 QUICK_FORMATS = MOVED + QUICK_QUANTIZED + ODD_GROUPS
 ALL_FORMATS = QUICK_FORMATS + [formats for formats in QUANTIZED if formats not in QUICK_QUANTIZED]
-DYNAMIC_AXES = (
-    "row layer kv head dim", "layer row kv head dim", "layer kv row head dim", "layer kv head row dim",
-)  # fmt: skip
-STATIC_AXES = ("sequence layer kv row head dim", "layer sequence kv head row dim")
-OPERATORS = {
-    "static": ("key_value_cache", reference.key_value_cache),
-    "dynamic": ("dynamic_batching.key_value_cache", reference.dynamic_key_value_cache),
-}
 
 
 @dataclass
-class Arguments:
-    """Holds the arguments of one legal call; `inputs` are in the operator's order."""
+class Arguments(draws.Call):
+    """Holds the arguments of one legal call."""
 
-    operators: ClassVar[dict] = {}  # by kind: (name, the reference)
-    kind: str
-    inputs: dict
-    attrs: dict
-
-    def __getitem__(self, name):
-        return self.inputs[name]
+    @property
+    def kind(self):
+        kind = "dynamic" if "dynamic" in self.operator else "static"
+        return f"{kind}_cache" if "cache_attention" in self.operator else kind
 
     def copy(self):
         return copy.deepcopy(self)
@@ -87,26 +65,28 @@ class Arguments:
     def but(self, **changes):
         """Return the call with some inputs or attributes replaced."""
         inputs = {name: changes.pop(name, value) for name, value in self.inputs.items()}
-        return replace(self, inputs=inputs, attrs={**self.attrs, **changes})
+        return replace(self, inputs=inputs, attributes=self.attributes | changes)
 
     def run(self, by=None, **more):
         """Run the call by the backend, or by the package `by`; return its results."""
-        operator = attrgetter(self.operators[self.kind][0])(by or backends.operators)
-        return operator(*self.inputs.values(), **self.attrs, **more)
+        operator = attrgetter(self.operator)(by or backends.operators)
+        return operator(**self.inputs, **self.attributes, **more)
+
+    def by_reference(self, **more):
+        """Return the results of the reference, which changes the call's cache and scale."""
+        return REFERENCE[self.operator](**self.inputs, **self.attributes, **more)
 
 
 @dataclass
 class Scene(Arguments):
     """Holds a call that appends to a cache and loads it."""
 
-    operators: ClassVar[dict] = OPERATORS
-    formats: Formats
+    formats: Formats = None
 
     def oracle(self):
         """Return (key, value, cache, scale) by the reference; the scene does not change."""
         after = self.copy()
-        key, value = OPERATORS[self.kind][1](*after.inputs.values(), **after.attrs)
-        return key, value, after["cache"], after["scale"]
+        return *after.by_reference(), after["cache"], after["scale"]
 
     def results(self, **more):
         """Return (key, value, cache, scale) by the backend, which changes the scene's cache and scale."""
@@ -174,66 +154,16 @@ def check(scene):
             assert_same(array, before[name], name)
 
 
-# Data
-
-
-def largest(formats):
-    """Return the largest magnitude whose scale is finite in T3 (0 times inf would make NaN)."""
-    top = float(ml_dtypes.finfo(DTYPES[formats.t1]).max)
-    return min(top, 60000.0 * reference.LARGEST_CODE[formats.bit]) if formats.t3 == "fp16" else top
-
-
-def numbers(rng, shape, dtype, group=1, top=None, qmax=127):
-    """Return finite numbers, each group normal, zeros, ties of codes, subnormal, huge, or of many sizes."""
-    if dtype.kind == "i" or dtype.kind == "u":
-        return rng.integers(0, 256, shape).astype(np.uint8).view(dtype)
-    info = ml_dtypes.finfo(dtype)
-    top = float(info.max) if top is None else top
-    x = rng.standard_normal((int(np.prod(shape)) // group, group))
-    style = rng.integers(0, 8, len(x))
-    x[style == 1] = 0
-    ties = rng.integers(-2 * qmax, 2 * qmax + 1, x.shape) / 2
-    ties[:, rng.integers(group)] = qmax
-    x[style == 2] = (ties * 2.0 ** rng.integers(-9, 9, (len(x), 1)))[style == 2]
-    x[style == 3] = rng.integers(-3, 4, x.shape)[style == 3] * float(info.smallest_subnormal)
-    x[style == 4] = (rng.uniform(-1, 1, x.shape) * top)[style == 4]
-    x[style == 5] *= 2.0 ** rng.integers(-20, 12, x.shape)[style == 5]
-    x[rng.random(x.shape) < 0.05] = -0.0
-    return np.clip(x, -top, top).reshape(shape).astype(np.float32).astype(dtype)
-
-
-def tokens(rng, formats, shape):
-    group = formats.group if formats.bit else 1
-    return numbers(rng, shape, DTYPES[formats.t1], group, None if formats.t1 == "int8" else largest(formats),
-                   reference.LARGEST_CODE.get(formats.bit, 127))  # fmt: skip
-
-
-def cache_and_scale(rng, formats, axes, sizes):
-    """Return a cache and scale of random contents: all bytes as codes, all sizes of scales."""
-    shape = [sizes[axis] for axis in axes.split()]
-    width = shape[-1] // 2 if formats.bit == 4 else shape[-1]
-    cache = numbers(rng, (*shape[:-1], width), DTYPES[formats.t2])
-    if not formats.bit:
-        return cache, None
-    return cache, numbers(rng, (*shape[:-1], shape[-1] // formats.group), DTYPES[formats.t3])
-
-
 # Scenes
 
 
-def attributes(formats, repeat, layout):
-    return {"num_layer": LAYERS, "layer_idx": LAYER, "quant_bit": formats.bit, "quant_group": formats.group,
-            "num_repeat": repeat, "cache_layout": layout}  # fmt: skip
+def drawn(make, rng, formats, *how, dim=None, **more):
+    call = make(rng, formats, *how, dim=dim or int(rng.choice(formats.dims)), **more)
+    return Scene(call.operator, call.inputs, call.attributes, formats)
 
 
-def static(rng, formats, layout=0, batch=2, start=3, seqlen=2, heads=2, dim=None, repeat=1):
-    dim = dim or int(rng.choice(formats.dims))
-    sizes = {"sequence": batch + 2, "row": start + seqlen + 2}
-    sizes |= {"layer": LAYERS, "kv": 2, "head": heads, "dim": dim}
-    cache, scale = cache_and_scale(rng, formats, STATIC_AXES[layout], sizes)
-    key, value = (tokens(rng, formats, (batch, seqlen, heads, dim)) for _ in range(2))
-    inputs = {"current_key": key, "current_value": value, "start_pos": start, "cache": cache, "scale": scale}
-    return Scene("static", inputs, attributes(formats, repeat, layout), formats)
+def static(rng, formats, layout=0, batch=2, start=3, seqlen=2, **more):
+    return drawn(vectors.static_append, rng, formats, layout, batch, start, seqlen, **more)
 
 
 def edges(page_size):
@@ -242,56 +172,7 @@ def edges(page_size):
     return [(0, p - 1), (p, 1), (0, 0), (p + 1, 0), (p - 1, 2), (0, p + 1), (2 * p, p), (5 * p + 1, 1)]
 
 
-def dynamic(rng, formats, layout=0, mode=0, lengths=None, page_size=3, heads=2, dim=None, repeat=1):
+def dynamic(rng, formats, layout=0, mode=0, lengths=None, page_size=3, **more):
     lengths = edges(page_size) if lengths is None else lengths
     lengths = [lengths[i] for i in rng.permutation(len(lengths))]
-    dim = dim or int(rng.choice(formats.dims))
-    starts, rows = pages(rng, lengths, page_size) if mode else offsets(rng, lengths)
-    sizes = {"row": rows, "layer": LAYERS, "kv": 2, "head": heads, "dim": dim}
-    cache, scale = cache_and_scale(rng, formats, DYNAMIC_AXES[layout], sizes)
-    start_pos, seqlens = np.array(lengths, np.int64).reshape(-1, 2).T.copy()
-    seqstarts, kvstarts = (np.r_[0, np.cumsum(x)].astype(np.int64) for x in (seqlens, start_pos + seqlens))
-    key, value = (tokens(rng, formats, (int(seqstarts[-1]), heads, dim)) for _ in range(2))
-    inputs = {
-        "current_key": key, "current_value": value, "seqstarts": seqstarts, "kvstarts": kvstarts,
-        "cachestarts": starts, "start_pos": start_pos,
-        "max_seqlen": int(max(seqlens, default=0)), "max_kvlen": int(max(start_pos + seqlens, default=0)),
-        "cache": cache, "scale": scale,
-    }  # fmt: skip
-    attrs = attributes(formats, repeat, layout)
-    return Scene("dynamic", inputs, {**attrs, "cache_mode": mode, "page_size": page_size}, formats)
-
-
-def offsets(rng, lengths):
-    """Return offsets of sequences in any order with gaps; one that only reads may share another's past."""
-    starts, row = rng.choice(GARBAGE, len(lengths)), 1
-    for b in rng.permutation(len(lengths)):
-        if sum(lengths[b]):
-            starts[b] = row
-            row += sum(lengths[b]) + int(rng.integers(0, 3))
-    for b, (start_pos, seqlen) in enumerate(lengths):
-        hosts = [a for a in range(len(lengths)) if a != b and lengths[a][1] and lengths[a][0] >= start_pos]
-        if start_pos and not seqlen and hosts:
-            starts[b] = starts[rng.choice(hosts)]
-    return starts, max((int(s) + sum(n) for s, n in zip(starts, lengths, strict=True) if sum(n)), default=1)
-
-
-def pages(rng, lengths, page_size):
-    """Return a table of scattered pages: a shared prefix, random last entries, a last page cut short."""
-    counts = [-(-sum(n) // page_size) for n in lengths]
-    table = rng.choice(GARBAGE, (len(lengths), max(counts, default=0) + 2))
-    sharing = [b for b, (start_pos, _) in enumerate(lengths) if start_pos >= page_size]
-    own = [(b, p) for b, count in enumerate(counts) for p in range(count) if p or b not in sharing[1:]]
-    own = [own[i] for i in rng.permutation(len(own))]
-    partial = [(b, p) for b, p in own if sum(lengths[b]) < (p + 1) * page_size]
-    if partial:
-        own.remove(partial[0])
-        own.append(partial[0])
-    rows = row = 1
-    for b, p in own:
-        table[b, p] = row
-        rows = row + min(page_size, sum(lengths[b]) - p * page_size)
-        row += page_size + int(rng.integers(0, 3))
-    for b in sharing[1:]:
-        table[b, 0] = table[sharing[0], 0]
-    return table, rows
+    return drawn(vectors.dynamic_append, rng, formats, layout, mode, lengths, page_size, **more)

@@ -52,7 +52,7 @@ def split(call):
 
 def whole(call):
     """Return the arrays of a call with its attributes beside them."""
-    return arrays_of(call) | {name: np.array(value) for name, value in call.attrs.items()}
+    return arrays_of(call) | {name: np.array(value) for name, value in call.attributes.items()}
 
 
 def save(path, **arrays):

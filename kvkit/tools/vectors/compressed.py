@@ -7,7 +7,7 @@ import numpy as np
 from numpy.random import Generator
 
 from kvkit.reference.compressed import compress_tokens
-from kvkit.tools.vectors.draws import FP_TYPES, NAN, Call, Sizes, plain
+from kvkit.tools.vectors.draws import FP_TYPES, NAN, Call, Sizes, normal
 from kvkit.tools.vectors.latent import ATTENTION, pool_of
 from kvkit.typed import Array
 
@@ -27,17 +27,17 @@ def compression(
     (ratio, overlap), dim = RATIOS[kind], dim or 5 * sizes.dim
     width, ring, slots = dim * (1 + overlap), ratio * (1 + overlap), [2, 0, 5, 3, 7, 6][: len(new)]
     fixed: dict[str, Any] = {
-        "ape": plain(rng, (ratio, width), FP_TYPES["fp32"]),
+        "ape": normal(rng, (ratio, width), "fp32"),
         "ratio": ratio,
         "overlap": overlap,
     }
-    fixed |= {"norm_weight": 1 + plain(rng, (dim,), FP_TYPES["fp32"]) / 4}
+    fixed |= {"norm_weight": 1 + normal(rng, (dim,), "fp32") / 4}
     rope = {"rotary_dim": ROPE if dim == DIM else sizes.dim, "theta": 1.6e5, "interleaved": True}
     state = np.full((9, ring, 2, width), NAN, np.float32)
 
     def tokens(counts: tuple[int, ...]) -> dict[str, Any]:
         names = "kv", "gate"
-        arrays = {name: plain(rng, (sum(counts), width), FP_TYPES[dtype]) for name in names}
+        arrays = {name: normal(rng, (sum(counts), width), dtype) for name in names}
         return arrays | {"starts": np.cumsum([0, *counts]).astype(np.int32)}
 
     before = tokens(tuple(min(past, ring) for past in pasts))
@@ -103,7 +103,7 @@ def decode(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
                 yield name, attention(rng, kind, heads, format)
     rope = {"rotary_dim": ROPE, "theta": 1.6e5, "interleaved": True}
     for dtype, kind in FP_TYPES.items():
-        inputs = {"output": plain(rng, (len(CONTEXTS), sizes.heads, DIM), kind)}
+        inputs = {"output": normal(rng, (len(CONTEXTS), sizes.heads, DIM), kind)}
         inputs["positions"] = np.array(CONTEXTS, np.int32) - 1
         yield f"back-{dtype}", Call("rope_back", inputs, {"rope": rope})
 
@@ -120,12 +120,12 @@ def attention(rng: Generator, kind: str, heads: int, format: str | None) -> Call
             rows = np.sort(rng.permutation(all_rows)[:count])
             chosen[b, :count] = b * size + rows
         used = np.arange(size) < ready[:, None]
-        return pool_of(plain(rng, (blocks, size, DIM), dtype), used, format), chosen
+        return pool_of(normal(rng, (blocks, size, DIM), dtype), used, format), chosen
 
     near = np.minimum(contexts, WINDOW)
     pool, indices = side(near, near)
-    inputs = {"query": plain(rng, (len(contexts), heads, DIM), dtype), "latent": pool.pop("latent")}
-    inputs |= {"indices": indices, "sinks": plain(rng, (heads,), FP_TYPES["fp32"])}
+    inputs = {"query": normal(rng, (len(contexts), heads, DIM), dtype), "latent": pool.pop("latent")}
+    inputs |= {"indices": indices, "sinks": normal(rng, (heads,), "fp32")}
     if kind != "window":
         ready = contexts // RATIOS[kind][0]
         extra, chosen = side(np.minimum(ready, CHOSEN), ready)

@@ -1,6 +1,6 @@
 """Make calls over latent caches: suites mla-dense, mla-ds656, mla-ds584, dsa-indexer and dsa-sparse."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,12 +9,11 @@ import numpy as np
 from numpy.random import Generator
 
 from kvkit.formats import encode
-from kvkit.tools.vectors.draws import FP_TYPES, NAN, Call, Sizes, plain
+from kvkit.tools.vectors.draws import FP_TYPES, NAN, Call, Sizes, block_table, normal
 from kvkit.typed import Array
 
 LATENT, ROPE, DS_V4_CODES = 512, 64, 448  # elements of the latent and the rotary part; of codes in 584 bytes
 DS_V4_DATA = 576  # bytes of codes and rotary part in a row of 584; blocks are padded to a multiple
-UNREAD = 2147480000  # a page id in entries of tables that must not be read
 HEAD_PAIRS = ((16, 1), (16, 4), (64, 2), (128, 1), (128, 3))  # query heads, queries of each sequence
 SCALE = 192**-0.5  # 1 / sqrt(size of an expanded head)
 ROW_FORMATS = {"656": "ds_mla", "656-powers": "ds_mla:p2", "584": "ds_v4"}
@@ -30,7 +29,7 @@ def pool_of(rows: Array, used: Array, format: str | None) -> dict[str, Any]:
         return {"latent": np.where(used[..., None], rows, rows.dtype.type(NAN))}
     stored = encode(rows.reshape(-1, dim), format)["codes"].view(np.uint8).reshape(blocks, page, -1)
     stored[~used] = 255  # bytes of NaN, as codes and as numbers
-    if format == "ds_v4":
+    if format.startswith("ds_v4"):
         parts = (part.reshape(blocks, -1) for part in np.split(stored, [DS_V4_DATA], axis=-1))
         padding = -page * stored.shape[-1] % DS_V4_DATA
         stored = np.concatenate([*parts, np.full((blocks, padding), 255, np.uint8)], axis=1)
@@ -39,7 +38,16 @@ def pool_of(rows: Array, used: Array, format: str | None) -> dict[str, Any]:
 
 def width_of(format: str | None) -> int:
     """Return the number of elements of a row."""
-    return DS_V4_CODES + ROPE if format == "ds_v4" else LATENT + ROPE
+    return DS_V4_CODES + ROPE if str(format).startswith("ds_v4") else LATENT + ROPE
+
+
+def contexts(
+    rng: Generator, lengths: Sequence[int], queries: Sequence[int], page: int, dtype: type = np.int64
+) -> tuple[dict[str, Array], Array]:
+    """Return (index arrays of contexts in blocks, which rows [blocks, page] hold a token)."""
+    table, used = block_table(rng, lengths, page, dtype)
+    places = {"block_tables": table, "context_lens": np.array(lengths, dtype)}
+    return places | {"query_starts": np.cumsum([0, *queries])}, used
 
 
 def dense_attention(
@@ -51,22 +59,15 @@ def dense_attention(
     With `two_pools` the rotary parts of rows are a pool of their own.
     """
     page, dim, kind = sizes.page, width_of(format), FP_TYPES[dtype]
-    lengths = np.array(sizes.each(page + 3, 0, 2 * page + 1, max(page, queries)), np.int32)
-    counts = -(-lengths // page)
-    ids, table = rng.permutation(int(counts.sum()) + 1), np.full((len(lengths), max(counts) + 1), UNREAD)
-    used = np.zeros((len(ids), page), bool)
-    for b, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
-        table[b, :count], ids = ids[:count], ids[count:]
-        position = np.arange(length)
-        used[table[b, position // page], position % page] = True
-    pool = pool_of(plain(rng, (*used.shape, dim), kind), used, format)
+    lengths = sizes.each(page + 3, 0, 2 * page + 1, max(page, queries))
+    places, used = contexts(rng, lengths, [queries] * len(lengths), page, np.int32)
+    pool = pool_of(normal(rng, (*used.shape, dim), kind), used, format)
     if two_pools:
         pool["rope_cache"] = pool["latent"][..., LATENT:].copy()
         pool["latent"] = pool["latent"][..., :LATENT].copy()
-    inputs = {"query": plain(rng, (len(lengths) * queries, heads, dim), kind), "latent": pool.pop("latent")}
-    inputs |= {"block_tables": table.astype(np.int32), "context_lens": lengths}
-    inputs["query_starts"] = np.arange(len(lengths) + 1) * queries
-    inputs |= {"sinks": plain(rng, (heads,), FP_TYPES["fp32"])} if sinks else {}
+    inputs = {"query": normal(rng, (len(lengths) * queries, heads, dim), kind), "latent": pool.pop("latent")}
+    inputs |= places
+    inputs |= {"sinks": normal(rng, (heads,), "fp32")} if sinks else {}
     inputs |= {"rope_cache": pool.pop("rope_cache")} if two_pools else {}
     return Call(ATTENTION, inputs, {"softmax_scale": SCALE, "return_lse": True} | pool | more)
 
@@ -90,13 +91,13 @@ def sparse_attention(
         chosen[-1] = -1
         used = np.zeros((blocks, sizes.page), bool)
         used.reshape(-1)[chosen[(chosen >= 0) & (chosen < slots)]] = True
-        return pool_of(plain(rng, (*used.shape, dim), kind), used, format), chosen
+        return pool_of(normal(rng, (*used.shape, dim), kind), used, format), chosen
 
     pool, chosen = side(5)
-    inputs = {"query": plain(rng, (tokens, heads, dim), kind), "latent": pool.pop("latent")}
+    inputs = {"query": normal(rng, (tokens, heads, dim), kind), "latent": pool.pop("latent")}
     inputs["indices"] = chosen
     inputs |= {"index_lens": rng.integers(1, CHOSEN_ROWS + 1, tokens).astype(np.int32)} if lens else {}
-    inputs |= {"sinks": plain(rng, (heads,), FP_TYPES["fp32"])} if sinks else {}
+    inputs |= {"sinks": normal(rng, (heads,), "fp32")} if sinks else {}
     if extra:
         second, others = side(3)
         counts = rng.integers(0, CHOSEN_ROWS + 1, tokens).astype(np.int32) if lens else None
@@ -110,10 +111,10 @@ def append_rows(
     """Return a call that appends rows to slots in any order, one of them negative."""
     kind, dim = FP_TYPES[dtype], width_of(format)
     used = np.zeros((3, sizes.page), bool)
-    cache = pool_of(plain(rng, (*used.shape, dim), kind), used, format)["latent"]
+    cache = pool_of(normal(rng, (*used.shape, dim), kind), used, format)["latent"]
     slots = rng.permutation(used.size)[: max(1, used.size // 2)].astype(np.int32)
     slots[0] = -1
-    tokens = plain(rng, (len(slots), dim), kind)
+    tokens = normal(rng, (len(slots), dim), kind)
     inputs = {"latent": tokens[:, :-ROPE].copy(), "rope": tokens[:, -ROPE:].copy()}
     inputs |= {"cache": cache[..., :LATENT].copy() if two_pools else cache, "slot_mapping": slots}
     inputs |= {"rope_cache": cache[..., LATENT:].copy()} if two_pools else {}
@@ -128,12 +129,12 @@ def mla_dense(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
         yield f"attention-{dtype}", dense_attention(rng, sizes, 16, 3, dtype)
         yield f"append-{dtype}", append_rows(rng, sizes, dtype)
         kind, heads = FP_TYPES[dtype], sizes.heads
-        query = plain(rng, (sizes.batch, heads, 128), kind)
-        inputs = {"query": query, "w_uk": plain(rng, (heads, 128, 32), kind)}
-        yield f"absorb-{dtype}", Call("mla_absorb", inputs, {})
-        rows = plain(rng, (sizes.batch, heads, 32), kind)
-        inputs = {"latent_output": rows, "w_uv": plain(rng, (heads, 128, 32), kind)}
-        yield f"expand-{dtype}", Call("mla_expand", inputs, {})
+        query = normal(rng, (sizes.batch, heads, 128), kind)
+        inputs = {"query": query, "w_uk": normal(rng, (heads, 128, 32), kind)}
+        yield f"absorb-{dtype}", Call("mla_absorb", inputs)
+        rows = normal(rng, (sizes.batch, heads, 32), kind)
+        inputs = {"latent_output": rows, "w_uv": normal(rng, (heads, 128, 32), kind)}
+        yield f"expand-{dtype}", Call("mla_expand", inputs)
     yield "not-causal", dense_attention(rng, sizes, 16, 2, is_causal=False)
     yield "sinks", dense_attention(rng, sizes, 16, 2, sinks=True)
     yield "sinks-not-in-lse", dense_attention(rng, sizes, 16, 2, sinks=True, lse_of_sinks=False)
@@ -191,9 +192,9 @@ def index_scores(rng: Generator, sizes: Sizes, dtype: str, queries: int) -> Call
     if dtype == "e4m3":
         keys = keys.astype(ml_dtypes.float8_e4m3fn)
         more["key_scale"] = rng.uniform(0.5, 2, keys.shape[:2]).astype(np.float32)
-    found = {"query": plain(rng, (tokens, 64, 128), kind), "keys": keys}
-    found |= {"weights": (plain(rng, (tokens, 64), kind) / 8).astype(kind)}
-    return Call("indexer_scores", found | {name: inputs[name] for name in places} | more, {})
+    found = {"query": normal(rng, (tokens, 64, 128), kind), "keys": keys}
+    found |= {"weights": (normal(rng, (tokens, 64), kind) / 8).astype(kind)}
+    return Call("indexer_scores", found | {name: inputs[name] for name in places} | more)
 
 
 def top_rows(rng: Generator, sizes: Sizes, k: int) -> Call:
@@ -203,4 +204,4 @@ def top_rows(rng: Generator, sizes: Sizes, k: int) -> Call:
     found = rng.integers(0, 5, (tokens, int(lengths.max()))).astype(np.float32)
     found[np.arange(found.shape[1]) >= lengths[:, None]] = -np.inf
     call = {"scores": found, "k": k, "block_tables": inputs["block_tables"] % 2**20}
-    return Call("topk_rows", call | {"page_size": sizes.page, "query_starts": inputs["query_starts"]}, {})
+    return Call("topk_rows", call | {"page_size": sizes.page, "query_starts": inputs["query_starts"]})

@@ -18,12 +18,12 @@ from kvkit.errors import KvkitError, argument_error, near_names
 from kvkit.operators import OPERATORS
 from kvkit.reference import REFERENCE
 from kvkit.runtime import call_log
-from kvkit.tools.vectors import compressed, latent, pools, recurrent, scenes
+from kvkit.tools.vectors import compressed, latent, pmx, pools, recurrent
 from kvkit.tools.vectors.draws import Call, Sizes
 from kvkit.version import __version__
 
 SUITES: dict[str, Callable[[Generator, Sizes], Iterator[tuple[str, Call]]]] = {
-    "pmx": scenes.pmx, "ascend": pools.ascend, "paged": pools.paged, "mla-dense": latent.mla_dense,
+    "pmx": pmx.pmx, "ascend": pools.ascend, "paged": pools.paged, "mla-dense": latent.mla_dense,
     "mla-ds656": partial(latent.coded, names=("656", "656-powers")),
     "mla-ds584": partial(latent.coded, names=("584",)), "dsa-indexer": latent.dsa_indexer,
     "dsa-sparse": latent.dsa_sparse, "gdn-decode": recurrent.decode, "gdn-prefill": recurrent.prefill,
@@ -159,9 +159,7 @@ def make(
 
 def case_of(folder: Path, name: str, call: Call, raw: bool) -> dict[str, Any]:
     """Write the files of a case; return its entry in the manifest."""
-    operator, inputs, attributes, before = call
-    if before is not None:
-        scenes.store_past(operator, before, attributes)  # in the cache of `inputs`
+    operator, inputs, attributes = call.operator, call.inputs, call.attributes
     refused = name.endswith("-refused")
     arguments = {
         key: call_log.write_argument(folder, f"{name}/{key}", value, raw)

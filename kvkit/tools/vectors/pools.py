@@ -1,12 +1,13 @@
 """Make calls over caches in pages: the suites ascend and paged."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.random import Generator
 
-from kvkit.tools.vectors.draws import FP_TYPES, NAN, Call, Sizes, plain
+from kvkit.reference.ascend import KVHEAD, KVHEAD_ROPE, OMNI, compress_run
+from kvkit.tools.vectors.draws import FP_TYPES, NAN, Call, Sizes, any_bytes, block_table, normal, poison
 from kvkit.typed import Array
 
 ATTENTION_CASES: dict[str, dict[str, Any]] = {  # {name: options of pool_attention}
@@ -14,61 +15,123 @@ ATTENTION_CASES: dict[str, dict[str, Any]] = {  # {name: options of pool_attenti
     "one-query-head": {"groups": 1}, "mask": {"mask": "float"}, "mask-of-bits": {"mask": "bool"},
     "alibi": {"alibi": True}, "codes": {"codes": True},
 }  # fmt: skip
-KVHEAD, KVHEAD_ROPE, OMNI = 1, 2, 3  # Ascend's compress_type
+Draw = Callable[[Generator, tuple[int, ...], Any], Array]
 COMPRESSION_MODES = {"kvhead": KVHEAD, "kvhead-rope": KVHEAD_ROPE, "omni": OMNI}
 
 
-def pages(rng: Generator, sizes: Sizes, dtype: str = "fp16") -> tuple[Array, Array, Array, Array]:
-    """Return (key_cache, value_cache, block_tables, lengths); rows without a token are NaN."""
-    kind, page = FP_TYPES[dtype], sizes.page
-    lengths = sizes.each(page + 1, page, 1, 2 * page + 1)
-    counts = [-(-length // page) for length in lengths]
-    ids, blocks = rng.permutation(sum(counts) + 2), sum(counts) + 2
-    caches = [np.full((blocks, page, sizes.heads, sizes.dim), NAN, kind) for _ in range(2)]
-    table = np.full((len(lengths), max(counts) + 1), -1, np.int32)
-    for b, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-        table[b, :count], ids = ids[:count], ids[count:]
-        for position in range(length):
-            for cache in caches:
-                there = table[b, position // page], position % page
-                cache[there] = plain(rng, (sizes.heads, sizes.dim), kind)
-    return caches[0], caches[1], table, np.array(lengths, np.int32)
+def store(
+    rng: Generator, dtypes: Sequence[Any], slots: Array, blocks: int, rows: int, heads: int,
+    dims: Sequence[int], cache_format: str = "ND", draw: Draw = any_bytes,
+) -> Call:  # fmt: skip
+    """Return a call of `reshape_and_cache` that stores keys, and values if they have a type."""
+    inputs: dict[str, Any] = dict.fromkeys(("key", "value", "key_cache", "value_cache"))
+    for side, dtype, dim in zip(("key", "value"), dtypes, dims, strict=False):
+        inputs[side] = draw(rng, (len(slots), heads, dim), dtype)
+        n0 = 32 // np.dtype(dtype).itemsize
+        inner = (heads * dim // n0, rows, n0) if cache_format == "NZ" else (rows, heads, dim)
+        inputs[f"{side}_cache"] = draw(rng, (blocks, *inner), dtype)
+    return Call("ascend.reshape_and_cache", inputs | {"slot_mapping": slots}, {"cache_format": cache_format})
 
 
-def reshape_and_cache(rng: Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
-    """Make a call that stores to slots in any order, two of them negative."""
-    key_cache, value_cache, *_ = pages(rng, sizes, dtype)
-    slots = rng.permutation(key_cache.shape[0] * sizes.page)[:7].astype(np.int32)
-    slots[[1, 4]] = -1
-    key, value = (plain(rng, (len(slots), sizes.heads, sizes.dim), FP_TYPES[dtype]) for _ in range(2))
-    key[4] = NAN
-    inputs = {"key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache}
-    return Call("ascend.reshape_and_cache", inputs | {"slot_mapping": slots}, {})
+def store_compressed(
+    rng: Generator, dtype: Any, mode: int, seq_lens: Array, rows: int, heads: int, dim: int, count: int = 2,
+    empty_window: str = "copy", draw: Draw = any_bytes,
+) -> Call:  # fmt: skip
+    """Return a call of `reshape_and_cache` that stores runs in any order, with gaps; dropped tokens are NaN.
 
-
-def store_compressed(rng: Generator, sizes: Sizes, mode: int, dtype: str = "fp16") -> Call:
-    """Make a call that stores compressed heads. Dropped tokens are NaN; a skipped head has slot -1."""
-    lengths, heads, kind = sizes.each(6, 9, 5), sizes.heads, FP_TYPES[dtype]
-    dim = -(-sizes.dim // 32) * 32  # these modes need a multiple of 32
-    runs, starts = len(lengths) * heads, np.cumsum([0, *lengths])
-    wins, offsets = rng.integers(1, 4, runs), rng.integers(0, 3, runs)
-    wins[0], offsets[1] = 0, -1  # an empty window, and a head without one
-    tokens = {name: plain(rng, (starts[-1], heads, dim), kind) for name in ("key", "value")}
-    for i in range(runs):
-        first, end = starts[i // heads], starts[i // heads + 1]
-        window = first + offsets[i]
-        dropped = {KVHEAD: slice(first, end - wins[i]), OMNI: slice(window, window + wins[i])}.get(mode)
-        if dropped is not None and wins[i] and (mode == KVHEAD or offsets[i] >= 0):
-            for array in tokens.values():
-                array[dropped, i % heads] = NAN
-    blocks = -(-max(lengths) // sizes.page) + 1
-    slots = rng.permutation(runs) * blocks * sizes.page + rng.integers(0, sizes.page, runs)
-    slots[-1] = -1
-    cache = (runs * blocks + 1, sizes.page, 1, dim)
-    inputs = tokens | {name: np.full(cache, NAN, kind) for name in ("key_cache", "value_cache")}
-    inputs |= {"slot_mapping": slots, "wins": wins, "seq_lens": np.array(lengths)}
+    Some heads have no slot, and any numbers as their windows.
+    """
+    lengths = np.repeat(seq_lens, heads)
+    wins = rng.integers(0, lengths + 1)
+    offsets = np.where(rng.random(len(wins)) < 0.2, -1, rng.integers(0, lengths - wins + 1))
+    if mode != KVHEAD:
+        wins[offsets == -1] = rng.choice([-5, 0, 3, 2**40], (offsets == -1).sum())
+    made = [
+        compress_run(np.arange(n)[:, None], mode, w, o, empty_window)
+        for n, w, o in zip(lengths, wins, offsets, strict=True)
+    ]
+    slots, end = np.zeros(len(wins), np.int64), 0
+    for i in rng.permutation(len(wins)):
+        slots[i] = end + rng.integers(0, 3)
+        end = slots[i] + len(made[i])
+    blocks = max(1, -(-int(end) // rows)) + int(rng.integers(0, 2))
+    hidden = rng.random(len(wins)) < 0.2
+    inputs: dict[str, Any] = dict.fromkeys(("key", "value", "key_cache", "value_cache"))
+    starts = np.cumsum([0, *seq_lens])
+    for side in ("key", "value")[:count]:
+        tokens = inputs[side] = draw(rng, (starts[-1], heads, dim), dtype)
+        inputs[f"{side}_cache"] = any_bytes(rng, (blocks, rows, 1, dim), dtype)
+        for i, run in enumerate(made if tokens.dtype.itemsize > 1 else ()):
+            read = [] if hidden[i] else np.arange(lengths[i]) if mode == KVHEAD_ROPE else run
+            dropped = np.setdiff1d(np.arange(lengths[i]), read)
+            tokens[starts[i // heads] + dropped, i % heads] = NAN
+    slots[hidden] = rng.choice([-1, -7, -(2**63)], hidden.sum())
+    wins[hidden] = rng.choice([-1, 2**40], hidden.sum())
+    offsets[hidden] = rng.choice([-2, 2**40], hidden.sum())
+    more = {"empty_window": empty_window} if mode == KVHEAD else {}
+    inputs |= {"slot_mapping": slots, "wins": wins, "seq_lens": seq_lens}
     inputs |= {} if mode == KVHEAD else {"offset_index": offsets}
-    return Call("ascend.reshape_and_cache", inputs, {"compress_type": mode})
+    return Call("ascend.reshape_and_cache", inputs, {"compress_type": mode} | more)
+
+
+def block_attention(
+    rng: Generator, dtype: Any = "fp32", apart: bool = False, lengths: Sequence[int] = (9, 0, 1, 40),
+    kv_heads: int = 2, group: int = 2, dim: int = 16, value_dim: int | None = None, rows: int = 4,
+    razor: bool = False, sinks: bool = False, **more: Any,
+) -> Call:  # fmt: skip
+    """Return a call of `ascend.paged_attention`; `apart`: each head has blocks and a length of its own."""
+    batch = len(lengths)
+    if apart:
+        lengths = [max(n - 3 * h, min(n, 1)) for n in lengths for h in range(kv_heads)]
+    table, used = block_table(rng, lengths, rows)
+    heads, caches = 1 if apart else kv_heads, []
+    for size in (dim, value_dim or dim):
+        cache = poison(rng, (*used.shape, heads, size), dtype)
+        cache[used] = normal(rng, cache[used].shape, dtype)
+        caches.append(cache)
+    inputs = {"query": normal(rng, (batch, kv_heads * group, dim), dtype), "key_cache": caches[0]}
+    inputs |= {"value_cache": caches[1], "block_tables": table, "context_lens": np.array(lengths)}
+    if razor:
+        offset = poison(rng, used.shape, np.float32)
+        offset[used] = rng.uniform(-3, 8, int(used.sum()))
+        inputs["razor_offset"] = offset
+    if sinks:
+        inputs["sinks"] = rng.uniform(-2, 4, kv_heads * group).astype(np.float32)
+    return Call("ascend.paged_attention", inputs, more)
+
+
+# The suites
+
+
+def ascend_attention(
+    rng: Generator, sizes: Sizes, dtype: str = "fp16", groups: int = 2, sinks: bool = False, **more: Any,
+) -> Call:  # fmt: skip
+    """Return a call of attention of one token of each context; contexts end at borders of pages."""
+    page = sizes.page
+    lengths = sizes.each(page + 1, page, 1, 2 * page + 1)
+    shape = lengths, sizes.heads, groups, sizes.dim, sizes.dim, page
+    call = block_attention(rng, dtype, False, *shape, sinks=sinks, return_lse=True, **more)
+    table, blocks = call["block_tables"], len(call["key_cache"])
+    table = np.where((table < 0) | (table >= blocks), -1, table)  # as engines fill them
+    tables = {"block_tables": table, "context_lens": call["context_lens"]}
+    call.inputs |= {name: array.astype(np.int32) for name, array in tables.items()}
+    return call
+
+
+def pages(rng: Generator, sizes: Sizes, dtype: str = "fp16") -> list[Array]:
+    """Return [key_cache, value_cache, block_tables, lengths]; rows without a token are not finite."""
+    call = ascend_attention(rng, sizes, dtype)
+    return [call[name] for name in ("key_cache", "value_cache", "block_tables", "context_lens")]
+
+
+def store_tokens(rng: Generator, sizes: Sizes, dtype: str = "fp16", cache_format: str = "ND") -> Call:
+    """Return a call that stores to slots in any order, two of them negative."""
+    slots = rng.permutation(9 * sizes.page)[:7].astype(np.int32)
+    slots[[1, 4]] = -1
+    shape = 9, sizes.page, sizes.heads, [sizes.dim] * 2
+    call = store(rng, [FP_TYPES[dtype]] * 2, slots, *shape, cache_format, normal)
+    call["key"][4] = NAN
+    return call
 
 
 def block_copy(rng: Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
@@ -76,39 +139,23 @@ def block_copy(rng: Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
     key_cache, value_cache, *_ = pages(rng, sizes, dtype)
     ids = rng.permutation(len(key_cache)).astype(np.int32)
     inputs = {"key_cache": key_cache, "value_cache": value_cache, "src": ids[:2], "dst": ids[2:5]}
-    return Call("ascend.block_copy", inputs | {"cum_sum": np.array([2, 3], np.int32)}, {})
+    return Call("ascend.block_copy", inputs | {"cum_sum": np.array([2, 3], np.int32)})
 
 
 def matrices(rng: Generator, dtype: str = "fp16") -> Call:
     """Make a call that converts matrices of odd sizes."""
-    return Call("ascend.nd_to_nz", {"x": plain(rng, (2, 19, 37), FP_TYPES[dtype])}, {})
-
-
-def ascend_attention(
-    rng: Generator, sizes: Sizes, dtype: str = "fp16", groups: int = 2, sinks: bool = False, **more: Any,
-) -> Call:  # fmt: skip
-    """Make a call of attention with one decoded token for each sequence."""
-    key_cache, value_cache, table, lengths = pages(rng, sizes, dtype)
-    heads = groups * sizes.heads
-    inputs = {"query": plain(rng, (len(lengths), heads, sizes.dim), FP_TYPES[dtype]), "key_cache": key_cache}
-    inputs |= {"value_cache": value_cache, "block_tables": table, "context_lens": lengths}
-    if sinks:
-        inputs["sinks"] = plain(rng, (heads,), FP_TYPES[dtype])
-    return Call("ascend.paged_attention", inputs, {"return_lse": True} | more)
+    return Call("ascend.nd_to_nz", {"x": normal(rng, (2, 19, 37), dtype)})
 
 
 def ascend(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
     """Yield (name, call) of the suite `ascend`."""
     for dtype in FP_TYPES:
-        yield f"store-{dtype}", reshape_and_cache(rng, sizes, dtype)
-        name, inputs, *_ = reshape_and_cache(rng, sizes, dtype)
-        n0 = 32 // FP_TYPES[dtype].itemsize
-        for cache in ("key_cache", "value_cache"):
-            rows = inputs[cache].reshape(*inputs[cache].shape[:2], -1, n0)
-            inputs[cache] = np.ascontiguousarray(rows.swapaxes(1, 2))
-        yield f"store-nz-{dtype}", Call(name, inputs, {"cache_format": "NZ"})
+        yield f"store-{dtype}", store_tokens(rng, sizes, dtype)
+        yield f"store-nz-{dtype}", store_tokens(rng, sizes, dtype, "NZ")
         for name, mode in COMPRESSION_MODES.items():
-            yield f"store-{name}-{dtype}", store_compressed(rng, sizes, mode, dtype)
+            shape = np.array(sizes.each(6, 9, 5)), sizes.page, sizes.heads, -(-sizes.dim // 32) * 32
+            compressed = store_compressed(rng, FP_TYPES[dtype], mode, *shape, draw=normal)
+            yield f"store-{name}-{dtype}", compressed
         key_cache, value_cache, table, lengths = pages(rng, sizes, dtype)
         inputs = {
             "key_cache": key_cache,
@@ -116,11 +163,11 @@ def ascend(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
             "block_tables": table,
             "seq_lens": lengths,
         }
-        yield f"load-{dtype}", Call("ascend.paged_cache_load", inputs, {})
+        yield f"load-{dtype}", Call("ascend.paged_cache_load", inputs)
         yield f"copy-{dtype}", block_copy(rng, sizes, dtype)
         yield f"nz-{dtype}", matrices(rng, dtype)
         yield f"attention-{dtype}", ascend_attention(rng, sizes, dtype)
-    outside = reshape_and_cache(rng, sizes)
+    outside = store_tokens(rng, sizes)
     outside.inputs["slot_mapping"][0] = 2**20 * sizes.page
     yield "slot-outside-refused", outside
     read_and_written = block_copy(rng, sizes)
@@ -142,18 +189,19 @@ def pool_attention(
     codes: bool = False, **more: Any,
 ) -> Call:  # fmt: skip
     """Make a call of attention over pools of pages, with one query for each sequence or `new_tokens`."""
-    _, inputs, attributes, _ = ascend_attention(rng, sizes, dtype, **more)
+    plain = ascend_attention(rng, sizes, dtype, **more)
+    inputs, attributes = plain.inputs, plain.attributes
     sinks, lengths, kind = inputs.pop("sinks", None), inputs["context_lens"], FP_TYPES[dtype]
     if new_tokens is not None:
         new_tokens = sizes.each(*new_tokens)
-        inputs["query"] = plain(rng, (sum(new_tokens), *inputs["query"].shape[1:]), kind)
+        inputs["query"] = normal(rng, (sum(new_tokens), *inputs["query"].shape[1:]), kind)
     inputs = in_layout(inputs, layout)
     inputs["query_starts"] = None if new_tokens is None else np.cumsum([0, *new_tokens])
     if mask:  # masks here are for one query of each sequence
         tokens, heads, _ = inputs["query"].shape
         shape = tokens, max(lengths) + 2
         if mask == "float":
-            inputs["attn_mask"] = plain(rng, shape, kind)
+            inputs["attn_mask"] = normal(rng, shape, kind)
             inputs["attn_mask"][np.arange(shape[1]) >= lengths[:, None]] = NAN
         else:
             inputs["attn_mask"] = rng.random((heads, *shape)) < 0.6
@@ -169,7 +217,7 @@ def pool_attention(
 
 def pool_append(rng: Generator, sizes: Sizes, dtype: str = "fp16", layout: str = "b n h c") -> Call:
     """Make a call that appends to slots in any order, in a pool of `layout`."""
-    inputs = reshape_and_cache(rng, sizes, dtype).inputs
+    inputs = store_tokens(rng, sizes, dtype).inputs
     return Call("paged_append", in_layout(inputs, layout), {"layout": layout})
 
 
@@ -178,7 +226,7 @@ def swap_blocks(rng: Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
     source, target, *_ = pages(rng, sizes, dtype)
     ids = rng.permutation(len(source))[:3]
     inputs = {"source": source, "target": target, "pairs": np.stack([ids[[0, 1, 0]], ids], 1)}
-    return Call("swap_blocks", inputs, {})
+    return Call("swap_blocks", inputs)
 
 
 def paged(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
-from kvkit.tools.vectors.draws import FP_TYPES, NAN, Call, Sizes, plain
+from kvkit.tools.vectors.draws import FP_TYPES, NAN, Call, Sizes, normal
 from kvkit.typed import Array
 
 ROTATIONS: dict[str, dict[str, Any]] = {
@@ -32,8 +32,8 @@ def static_rotation(
 ) -> Call:  # fmt: skip
     """Return a call over five tokens, perhaps with padding before some sequences or with given tables."""
     shape = sizes.batch, 5, sizes.heads, sizes.dim
-    inputs: dict[str, Any] = {"query": plain(rng, (*shape[:2], 2 * sizes.heads, sizes.dim), FP_TYPES[dtype])}
-    inputs |= {"key": plain(rng, shape, FP_TYPES[dtype]), "start_pos": START}
+    inputs: dict[str, Any] = {"query": normal(rng, (*shape[:2], 2 * sizes.heads, sizes.dim), dtype)}
+    inputs |= {"key": normal(rng, shape, dtype), "start_pos": START}
     if pads:
         inputs["pad_len"] = np.array(sizes.each(0, 3, 1))
     if given:
@@ -45,7 +45,7 @@ def dynamic_rotation(rng: Generator, sizes: Sizes, dtype: str = "fp32", **attrib
     """Return a call over packed queries and keys; one sequence is empty."""
     lengths = sizes.each(1, 3, 0, 9)
     name, heads = "dynamic_batching.rotary_position_embedding", {"query": 2 * sizes.heads, "key": sizes.heads}
-    inputs = {each: plain(rng, (sum(lengths), h, sizes.dim), FP_TYPES[dtype]) for each, h in heads.items()}
+    inputs = {each: normal(rng, (sum(lengths), h, sizes.dim), dtype) for each, h in heads.items()}
     inputs |= {"seqstarts": np.cumsum([0, *lengths]), "start_pos": np.array(sizes.each(40, 0, 7, 11))}
     return Call(name, inputs | {"max_seqlen": None}, attributes)
 
@@ -54,7 +54,7 @@ def static_mask(rng: Generator, heads: int, dtype: str = "float32", mask: str | 
     """Return a call for three queries and seven keys; a mask of floats has two more columns, of NaN."""
     inputs: dict[str, Any] = {"seqlen_q": 3, "seqlen_kv": 7}
     if mask == "float":
-        inputs["attn_mask"] = plain(rng, (2, 1, 3, 9), np.dtype(np.float32))
+        inputs["attn_mask"] = normal(rng, (2, 1, 3, 9), np.float32)
         inputs["attn_mask"][..., 7:] = NAN
     elif mask == "bool":
         inputs["attn_mask"] = rng.random((heads, 3, 7)) < 0.6
@@ -88,4 +88,4 @@ def positions(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
     starts = np.cumsum([0, *sizes.each(1, 3, 0, 2)])
     inputs: dict[str, Any] = {"sequences": np.zeros(starts[-1], np.int64), "seqstarts": starts}
     inputs |= {"start_pos": np.array(sizes.each(40, 0, 7, 11)), "max_seqlen": None}
-    yield "position-index", Call("dynamic_batching.position_index", inputs, {})
+    yield "position-index", Call("dynamic_batching.position_index", inputs)

@@ -1,13 +1,13 @@
 """Make calls on recurrent states: suites gdn-decode, gdn-prefill, kda-prefill, gdn-drafts and causal-conv."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.random import Generator
 
 from kvkit.reference.recurrent import gated_delta_rule
-from kvkit.tools.vectors.draws import FP_TYPES, NAN, Call, Sizes, plain
+from kvkit.tools.vectors.draws import FP_TYPES, NAN, Call, Sizes, normal
 from kvkit.typed import Array
 
 # Operators whose expected results are not rounded.
@@ -24,12 +24,13 @@ WIDTH = 4  # taps of the convolution
 
 
 def tokens_of(
-    rng: Generator, sizes: Sizes, count: int, groups: int = 2, dtype: str = "fp32", channels: bool = False
-) -> dict[str, Any]:
+    rng: Generator, sizes: Sizes, count: int, groups: int = 2, dtype: str = "fp32", channels: bool = False,
+    value_dim: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Return q, k, v, g and beta of tokens; a head has g = 0, and some tokens of another g = -60."""
     kind, heads, dim = FP_TYPES[dtype], sizes.heads * groups, sizes.dim
-    arrays = {name: plain(rng, (count, sizes.heads, dim), kind) for name in "qk"}
-    arrays["v"] = plain(rng, (count, heads, dim), kind)
+    arrays = {name: normal(rng, (count, sizes.heads, dim), kind) for name in "qk"}
+    arrays["v"] = normal(rng, (count, heads, value_dim or dim), kind)
     g = -rng.exponential(0.5, (count, heads, dim) if channels else (count, heads)).astype(np.float32)
     g[:, 0] = 0
     g[count // 2 :: 7, -1] = -60
@@ -40,7 +41,7 @@ def pool_of(
     rng: Generator, sizes: Sizes, groups: int, used: list[int], layout: str = "KV", kind: str = "fp32"
 ) -> Array:
     """Return a pool of states; slots of no sequence are NaN."""
-    pool = plain(rng, (max(used) + 2, sizes.heads * groups, sizes.dim, sizes.dim), FP_TYPES[kind])
+    pool = normal(rng, (max(used) + 2, sizes.heads * groups, sizes.dim, sizes.dim), FP_TYPES[kind])
     free = np.setdiff1d(np.arange(len(pool)), used)
     pool[free] = NAN
     return pool
@@ -53,6 +54,12 @@ def slots_of(sizes: Sizes) -> Array:
     return slots.astype(np.int32)
 
 
+def with_only(names: Sequence[str], call: Call) -> Call:
+    """Return a call with these of g and beta, or none."""
+    kept = {name: array for name, array in call.inputs.items() if name not in ("g", "beta") or name in names}
+    return Call(call.operator, kept)
+
+
 def decode(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
     """Yield (name, call) of the suite `gdn-decode`: a token of each sequence, over pools with holes."""
 
@@ -63,7 +70,7 @@ def decode(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
         used = [slot for slot in slots.tolist() if slot >= 0]
         tokens["state"] = pool_of(rng, sizes, groups, used, layout, state)
         options = {"state_indices": slots, "norm": True, "state_layout": layout}
-        return Call("gated_delta_step", tokens | options | more, {})
+        return Call("gated_delta_step", tokens | options | more)
 
     for layout in ("KV", "VK"):
         for groups in (1, 2, 3):
@@ -72,14 +79,10 @@ def decode(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
             yield f"step-{layout}-{dtype}", step(dtype=dtype, layout=layout)
         yield f"step-{layout}-state-bf16", step(dtype="bf16", layout=layout, state="bf16")
     for rule, names in RULE_INPUTS.items():
-        call = step(rule=rule)
-        arrays = {name: array for name, array in call.inputs.items() if name not in ("g", "beta")}
-        yield f"rule-{rule}", call._replace(inputs=arrays | {name: call.inputs[name] for name in names})
+        yield f"rule-{rule}", with_only(names, step(rule=rule))
     heads = sizes.heads * 2
-    gates = plain(rng, (heads,), np.dtype(np.float32)), plain(rng, (heads,), np.dtype(np.float32))
-    raw: dict[str, Any] = {
-        name: plain(rng, (sizes.batch, heads), np.dtype(np.float32)) for name in ("g", "beta")
-    }
+    gates = normal(rng, (heads,), np.float32), normal(rng, (heads,), np.float32)
+    raw: dict[str, Any] = {name: normal(rng, (sizes.batch, heads), np.float32) for name in ("g", "beta")}
     yield "raw-gates", step(gates=gates, **raw)
     yield "scale", step(scale=1.0, norm_eps=1e-4)
     moved = slots_of(sizes)
@@ -94,9 +97,9 @@ def decode(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
     for kind in ("gdn", "kda"):
         inner = (heads, sizes.dim) if kind == "kda" else (heads,)
         for bound in (None, -5.0):
-            arrays = {"a": 3 * plain(rng, (5, *inner), np.dtype(np.float32))}
-            arrays |= {"b": plain(rng, (5, heads), np.dtype(np.float32)), "a_log": gates[0]}
-            arrays["dt_bias"] = plain(rng, inner, np.dtype(np.float32))
+            arrays = {"a": 3 * normal(rng, (5, *inner), np.float32)}
+            arrays |= {"b": normal(rng, (5, heads), np.float32), "a_log": gates[0]}
+            arrays["dt_bias"] = normal(rng, inner, np.float32)
             options = {"kind": kind, "lower_bound": bound, "double_beta": bound is not None}
             yield (
                 f"gates-{kind}-{'free' if bound is None else 'bounded'}",
@@ -114,7 +117,7 @@ def prefill(rng: Generator, sizes: Sizes, channels: bool = False) -> Iterator[tu
         slots = np.array([2, 0, 5, 3, 8, 6], np.int32)
         pool = {"state": pool_of(rng, sizes, groups, slots.tolist(), layout), "state_indices": slots}
         options = {"starts": starts, "norm": True, "state_layout": layout}
-        return Call("gated_delta_rule", tokens | (pool if state else {}) | options | more, {})
+        return Call("gated_delta_rule", tokens | (pool if state else {}) | options | more)
 
     for layout in ("KV", "VK"):
         yield f"prompts-{layout}", prompt(layout=layout)
@@ -125,9 +128,7 @@ def prefill(rng: Generator, sizes: Sizes, channels: bool = False) -> Iterator[tu
         yield f"chunk{chunk}", prompt(chunk=chunk)
     if not channels:
         for rule, names in RULE_INPUTS.items():
-            call = prompt(rule=rule, state=False)
-            arrays = {name: array for name, array in call.inputs.items() if name not in ("g", "beta")}
-            yield f"rule-{rule}", call._replace(inputs=arrays | {name: call.inputs[name] for name in names})
+            yield f"rule-{rule}", with_only(names, prompt(rule=rule, state=False))
     falls = prompt()
     falls.inputs["starts"] = starts[::-1].copy()
     yield "starts-fall-refused", falls
@@ -152,32 +153,30 @@ def drafts(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
                 inputs = {"state": tokens["state"], "capsule": capsule.astype(np.float32)}
                 inputs["accepted"] = np.minimum(lengths, accepted).astype(np.int32)
                 options = {"state_indices": slots, "state_layout": layout}
-                yield f"accepted{accepted}-{name}", Call("gated_delta_replay", inputs | options, {})
+                yield f"accepted{accepted}-{name}", Call("gated_delta_replay", inputs | options)
     inputs["accepted"] = np.full(sizes.batch, 5, np.int32)
-    yield "more-than-there-are-refused", Call("gated_delta_replay", inputs | options, {})
+    yield "more-than-there-are-refused", Call("gated_delta_replay", inputs | options)
 
 
 def convolution(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
     """Yield (name, call) of the suite `causal-conv`: packed prompts and single tokens."""
     channels, starts = 3 * sizes.heads * sizes.dim + 3, np.cumsum([0, 1, 0, 2, 70]).astype(np.int32)
 
-    def inputs(tokens: int, dtype: str, slots: list[int]) -> dict[str, Any]:
-        kind = FP_TYPES[dtype]
-        arrays = {"x": plain(rng, (tokens, channels), kind), "weight": plain(rng, (channels, WIDTH), kind)}
-        arrays |= {"bias": plain(rng, (channels,), kind), "state": plain(rng, (6, channels, WIDTH - 1), kind)}
+    def inputs(tokens: int, slots: Sequence[int], dtype: str = "fp32") -> dict[str, Any]:
+        shapes = {"x": (tokens, channels), "weight": (channels, WIDTH), "bias": (channels,)}
+        shapes["state"] = (6, channels, WIDTH - 1)
+        arrays = {name: normal(rng, shape, dtype) for name, shape in shapes.items()}
         arrays["state"][np.setdiff1d(np.arange(6), slots)] = NAN
         return arrays | {"state_indices": np.array(slots, np.int32)}
 
     for dtype in FP_TYPES:
-        yield (
-            f"prompts-{dtype}",
-            Call("causal_conv", inputs(73, dtype, [4, 0, -1, 2]) | {"starts": starts}, {}),
-        )
-        yield f"tokens-{dtype}", Call("causal_conv_update", inputs(4, dtype, [4, 0, -1, 2]), {})
-    plain_sums = inputs(73, "fp32", [4, 0, 3, 2]) | {"starts": starts}
+        prompts = inputs(73, [4, 0, -1, 2], dtype) | {"starts": starts}
+        yield f"prompts-{dtype}", Call("causal_conv", prompts)
+        yield f"tokens-{dtype}", Call("causal_conv_update", inputs(4, [4, 0, -1, 2], dtype))
+    plain_sums = inputs(73, [4, 0, 3, 2]) | {"starts": starts}
     yield "without-activation", Call("causal_conv", plain_sums, {"activation": None})
     alone = {name: plain_sums[name] for name in ("x", "weight")}
-    yield "one-prompt", Call("causal_conv", alone, {})
-    twice = inputs(4, "fp32", [4, 0, 3, 2])
+    yield "one-prompt", Call("causal_conv", alone)
+    twice = inputs(4, [4, 0, 3, 2])
     twice["state_indices"][:] = 4
-    yield "slot-twice-refused", Call("causal_conv_update", twice, {})
+    yield "slot-twice-refused", Call("causal_conv_update", twice)
