@@ -6,7 +6,6 @@ key is rotated, and no code is decoded.
 
 from __future__ import annotations
 
-import operator
 from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
@@ -78,8 +77,8 @@ def plan_join(layer: Any, now: RowPositions, other: Any, at: SupportsIndex | Non
     theirs = RowPositions.restored(
         other.positions, pieces_array(other._pieces(other.span.oldest)), length, count
     )
-    row, moved = join_positions(now, theirs, at, rotation)
-    if layer.window is not None and at is not None and operator.index(at) < now.length:
+    place, row, moved = join_positions(now, theirs, at, rotation)
+    if layer.window is not None and place < now.length:
         raise argument_error("at", f"{now.length}, the end of a layer with a window", at)
     layer._check_room(layer.span.length, count)
     return Join(other, row, count, moved)
@@ -94,8 +93,8 @@ def common_rotation(own: RopeLike, other: RopeLike) -> RopeLike:
 
 def join_positions(
     now: RowPositions, theirs: RowPositions, at: SupportsIndex | None, rope: RopeLike
-) -> tuple[int, Rearrangement]:
-    """Return (the row before which other rows go, the positions of all rows afterwards)."""
+) -> tuple[int, int, Rearrangement]:
+    """Return (the position and the row before which other rows go, the positions of all rows afterwards)."""
     place = now.length if at is None else integer("at", at, 0, now.length)
     row, new = int(np.searchsorted(now.positions, place)), theirs.length
     if (place and len(theirs.positions)) or (new and row < len(now.positions)):
@@ -105,4 +104,4 @@ def join_positions(
     shifts = now.shifts[:row], theirs.shifts + place * turns, now.shifts[row:] + new * turns
     after = RowPositions(np.concatenate(places), np.concatenate(shifts), now.length + new)
     kept = np.ones(len(after.positions), np.bool_)
-    return row, Rearrangement(kept, after, rope).in_few_pieces()
+    return place, row, Rearrangement(kept, after, rope).in_few_pieces()

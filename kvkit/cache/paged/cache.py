@@ -382,7 +382,7 @@ class PagedCache(BaseCache):
         ropes = [rotation_of(*pair, dim, now.shifted) for pair in zip(self._ropes(rope), known, strict=True)]
         ropes = [*map(common_rotation, ropes, other._ropes or [None] * len(ropes))]
         rotation = next((rope for rope in ropes if isinstance(rope, Rope)), ropes[0])
-        row, moved = join_positions(now, theirs, at, rotation)
+        _, row, moved = join_positions(now, theirs, at, rotation)
         if self.store.format.dtype != self.store.cache.dtype:
             check_codes("seq", "append", moved)
         rotates = moved.rotated is not None and moved.rotated.any()
