@@ -224,8 +224,9 @@ TABLE = [
     (PAGED, "block_tables",
      *(at("context_lens", (1, length)) for length in (13, 2**40, INT64_MAX))),
     *((PAGED, f"block_tables[1, {column}]",
-       *(at("block_tables", ((1, column), block)) for block in (-1, 7, 2**40, INT64_MAX, INT64_MIN)))
+       *(at("block_tables", ((1, column), block)) for block in (-1, 10, 2**40, INT64_MAX, INT64_MIN)))
       for column in (0, 1)),
+    ("paged attention", "block_tables[1, 0]", at("block_tables", ((1, 0), 7))),
     ("contexts", "key_cache", {"cache_format": "NZ"}),
     ("contexts", "seq_lens", *given("seq_lens", *map(np.array, (
         [5], [1, 5, 8], [0, 5, 3], [0, 5, 8, 9], [5, -1], [[5, 3]], [5.0, 3.0], [2**62, 2**62], [],

@@ -14,6 +14,7 @@ from kvkit.reference.ascend import KVHEAD, KVHEAD_ROPE, OMNI
 from kvkit.tools.vectors import latent as vectors
 from kvkit.tools.vectors.compressed import compression
 from kvkit.tools.vectors.draws import Sizes
+from kvkit.tools.vectors.pools import block_attention
 from kvkit.tools.vectors.recurrent import tokens_of
 
 X = np.ones((2, 3, 2, 8), np.float32)
@@ -84,18 +85,9 @@ def reshape(mode=0, cache_format="ND", dtype=np.float16):
 
 
 def paged_attention(per_head):
-    """Return attention of 2 sequences, 4 query and 2 key heads, over 7 blocks of 4 rows."""
+    """Return attention of 2 sequences, 4 query and 2 key heads, over blocks of 4 rows."""
     rng = np.random.default_rng(1)
-    query, cache = (
-        rng.random((2, 4, 16), np.float32),
-        rng.random((7, 4, 1 if per_head else 2, 16), np.float32),
-    )
-    table, lengths = np.array([[0, 1, 2], [3, 4, -1]]), np.array([9, 6])
-    if per_head:
-        table, lengths = np.repeat(table, 2, 0), np.repeat(lengths, 2)
-    inputs = {"query": query, "key_cache": cache, "value_cache": -cache, "block_tables": table}
-    inputs |= {"context_lens": lengths, "razor_offset": np.zeros((7, 4), np.float32)}
-    return Call("ascend.paged_attention", inputs | {"sinks": np.zeros(4, np.float32)})
+    return by_name(block_attention(rng, "fp32", per_head, (9, 6), razor=True, sinks=True))
 
 
 def pools():
