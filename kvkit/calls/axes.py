@@ -68,14 +68,16 @@ def hint(
     if passes(values):  # these checks do not see what is wrong, and would not see that it stays
         return ""
     for names, i, j in exchanges(axes, name):
-        turned = {}  # arrays over the same memory: no element is read
-        for each in names:
-            array, sizes = values[each], [*values[each].shape]
-            sizes[i], sizes[j] = sizes[j], sizes[i]
-            # Contiguous memory lies as the checks want it. Indices are read by them.
-            whole = array.flags.c_contiguous and array.dtype not in (np.int32, np.int64)
-            turned[each] = array.reshape(sizes) if whole else array.swapaxes(i, j)
-        if any(turned[each].shape != values[each].shape for each in names) and passes({**values, **turned}):
+        turned = {each: values[each].swapaxes(i, j) for each in names}
+        if all(turned[each].shape == values[each].shape for each in names):
+            continue
+        # Some checks read elements, and some want memory in one piece: here no array is both.
+        whole = {
+            each: values[each].reshape(array.shape) if values[each].flags.c_contiguous else array
+            for each, array in turned.items()
+            if array.dtype not in (np.int32, np.int64)  # checks read all of these
+        }
+        if passes({**values, **turned}) or passes({**values, **turned, **whole}):
             return exchanged(axes[names[0]], i, j, " and ".join(names))
     return ""
 

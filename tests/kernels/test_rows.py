@@ -118,7 +118,7 @@ def check_all_stores(formats, rng, counts=FEW):
 
 def check_all_loads(formats, rng, stream=False):
     for dim in tails(formats.group, ALL):
-        cache, scale = draws.stored(rng, formats, (TOKENS, HEADS, dim), False)
+        cache, scale = draws.rows_and_scales(rng, formats, (TOKENS, HEADS, dim), False)
         dtype = DTYPES[formats.t1]
         expected = reference.load_heads(cache, scale, ..., formats.bit, formats.group, dtype)
         forms = [{"plain": True}, {}] + ([{"stream": True}] if stream else [])

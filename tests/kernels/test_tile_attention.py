@@ -22,7 +22,7 @@ from kvkit.cpu import machine
 from kvkit.cpu.attention import prepare
 from kvkit.cpu.simd import tile_products
 from kvkit.runtime.arrays import zeros
-from kvkit.tools.vectors.calls import context, dynamic_mask, static_mask
+from kvkit.tools.vectors.calls import context_length, dynamic_mask, static_mask
 
 pytestmark = pytest.mark.cpu
 LENGTHS = [(0, 40), (700, 1), (9, 50), (0, 0), (31, 33)]
@@ -49,7 +49,7 @@ def masked(rng, call, dtype, pad=0):
 
 def lowered(rng, call, dtype):
     """Return the call with a mask that gives some rows, and half of all keys, the lowest finite number."""
-    mask = np.zeros((13, context(call)), dtype)
+    mask = np.zeros((13, context_length(call)), dtype)
     low = rng.random(mask.shape) < 0.5
     low[rng.permutation(13)[:5]] = True
     return call.but(attn_mask=np.where(low, ml_dtypes.finfo(dtype).min, mask))

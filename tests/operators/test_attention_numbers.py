@@ -23,7 +23,7 @@ from numpy.testing import assert_array_equal
 import kvkit
 from kvkit.cpu import prefetching
 from kvkit.reference.cache import CACHE_ATTRIBUTES
-from kvkit.tools.vectors.calls import context, dynamic_mask, static_mask
+from kvkit.tools.vectors.calls import context_length, dynamic_mask, static_mask
 
 CACHED = ("static_cache", "dynamic_cache")
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -204,7 +204,7 @@ def test_scores_that_grow_and_fall_along_the_context(kind, rng):
         for slope in (0.03, -0.03):
             call = any_kind(kind, rng, FP32, 700, seqlen, is_causal=False, dim=8, heads=2, kv_heads=1)
             static = "static" in kind
-            columns = context(call) if static else int(call["kvstarts"][-1])
+            columns = context_length(call) if static else int(call["kvstarts"][-1])
             mask = np.zeros((call["query"].shape[-3], columns), np.float32)
             mask += slope * np.arange(columns, dtype=np.float32)
             check(call.but(attn_mask=mask))
@@ -238,7 +238,7 @@ def test_a_huge_sink_leaves_nothing(kind, rng):
 def test_a_sink_of_nan_beside_hidden_keys(kind, rng):
     sinks = np.array([np.nan, 1, np.nan, -np.inf], np.float32)
     call = any_kind(kind, rng, FP32, 9, 2, sinks=sinks)
-    columns = context(call) if "static" in kind else int(call["kvstarts"][-1])
+    columns = context_length(call) if "static" in kind else int(call["kvstarts"][-1])
     rows = call["query"].shape[-3]
     call = call.but(attn_mask=np.full((rows, columns), -np.inf, np.float32))
     lse = call.run(return_lse=True)[1]

@@ -11,7 +11,7 @@ import refusals
 
 from kvkit.operators import OPERATORS
 from kvkit.reference.ascend import KVHEAD, KVHEAD_ROPE, OMNI
-from kvkit.tools.vectors import latent as vectors
+from kvkit.tools.vectors import latent as latent_calls
 from kvkit.tools.vectors.compressed import compression
 from kvkit.tools.vectors.draws import Sizes
 from kvkit.tools.vectors.pools import block_attention
@@ -109,11 +109,11 @@ def drawn(make, *how, page=4, **more):
 
 
 def latent(**more):
-    return lambda: drawn(vectors.dense_attention, 2, 2, "fp32", sinks=True, **more)
+    return lambda: drawn(latent_calls.dense_attention, 2, 2, "fp32", sinks=True, **more)
 
 
 def latent_append(**more):
-    return lambda: drawn(vectors.append_rows, "fp32", page=3, **more)
+    return lambda: drawn(latent_calls.append_rows, "fp32", page=3, **more)
 
 
 def delta(name, by_channel=False, **more):
@@ -188,16 +188,16 @@ CALLS = {
     "latent rows of bytes": latent(format="ds_mla"),
     "latent rows in blocks of bytes": latent(format="ds_v4"),
     "chosen latent rows": lambda: drawn(
-        vectors.sparse_attention, 2, 1, "fp32", page=5, sinks=True, lens=True
+        latent_calls.sparse_attention, 2, 1, "fp32", page=5, sinks=True, lens=True
     ),
     "latent append": latent_append(),
     "latent append to two pools": latent_append(two_pools=True),
     "latent append of bytes": latent_append(format="ds_mla"),
     "absorb": of("mla_absorb", query=X[:, 0], w_uk=np.ones((2, 8, 12), np.float32)),
     "expand": of("mla_expand", latent_output=X[:, 0], w_uv=np.ones((2, 5, 8), np.float32)),
-    "indexer": lambda: drawn(vectors.index_scores, "fp32", 2),
-    "indexer of codes": lambda: drawn(vectors.index_scores, "e4m3", 2),
-    "choice": lambda: drawn(vectors.top_rows, 2),
+    "indexer": lambda: drawn(latent_calls.index_scores, "fp32", 2),
+    "indexer of codes": lambda: drawn(latent_calls.index_scores, "e4m3", 2),
+    "choice": lambda: drawn(latent_calls.top_rows, 2),
     "compression": lambda: drawn(
         compression, "csa", pasts=(6, 0, 0), new=(3, 2, 4), dim=16, padding=True
     ),

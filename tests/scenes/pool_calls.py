@@ -48,7 +48,7 @@ class Scene:
     ):
         dtype, query_dtype = DTYPES[dtype], DTYPES[query_dtype or dtype]
         self.table, used = block_table(rng, lengths, rows)
-        self.pages = [row[: -(-n // rows)] for row, n in zip(self.table, lengths, strict=True)]
+        self.pages = [row[: -(-n // rows)].copy() for row, n in zip(self.table, lengths, strict=True)]
         self.pools = pool_scenes.made(engine, len(used), rows, kv_heads, dim, value_dim or dim, dtype)
         for view in (self.pools.keys, self.pools.values):
             view[used] = normal(rng, view[used].shape, dtype)

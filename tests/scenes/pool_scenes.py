@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvkit.formats.elements import BY_NAME
+from kvkit.tools.vectors.draws import ANY_INDEX
 
 AXES = ("b", "n", "h", "c")
 # (axes of the memory; what keys and values are of it: "pools", "pool", "views" or "halves" of the content)
@@ -80,7 +81,7 @@ def made(engine, blocks, rows, heads, dim, value_dim, dtype):
 def as_table(rng, pages, blocks):
     """Return pages as a table [B, M], with random numbers after the last page of a sequence."""
     columns = max(map(len, pages), default=0) + int(rng.integers(0, 3))
-    table = rng.choice([-1, blocks, 2**40, -(2**63), 2**63 - 1], (len(pages), columns))
+    table = rng.choice([blocks, *ANY_INDEX], (len(pages), columns))
     for row, own in zip(table, pages, strict=True):
         row[: len(own)] = own
     return table

@@ -16,7 +16,7 @@ from surroundings import carve
 
 from kvkit.reference.ascend import KVHEAD, KVHEAD_ROPE, OMNI
 from kvkit.reference.cache import DYNAMIC_LAYOUTS, STATIC_LAYOUTS
-from kvkit.tools.vectors import latent as vectors
+from kvkit.tools.vectors import latent as latent_calls
 from kvkit.tools.vectors.calls import LAYER, dynamic_mask, static_mask
 from kvkit.tools.vectors.draws import any_bytes, normal
 
@@ -316,7 +316,7 @@ def latent(rng):
     """Return a call over a latent cache: floats of any width in one pool or two, or bytes."""
     kind, dtype = rng.random(), DTYPES[one(rng, FLOATS)]
     page, batch, heads = int(one(rng, (1, 3, 16))), int(rng.integers(1, 4)), int(one(rng, (1, 2, 9)))
-    dim, rope = int(one(rng, DIMS)), int(one(rng, (1, 8)))
+    dim, rope = often(rng, 0.3, (512, 64), (int(one(rng, DIMS)), int(one(rng, (1, 8)))))
 
     def numbers(*shape):
         return rng.standard_normal(shape, np.float32).astype(dtype)
@@ -330,7 +330,7 @@ def latent(rng):
         return calls.Call("mla_expand", rows)
     lengths = rng.choice([0, 1, 5, 40], batch)
     queries = np.minimum(rng.choice([0, 1, 3], batch), lengths)
-    places, used = vectors.contexts(rng, lengths, queries, page)
+    places, used = latent_calls.contexts(rng, lengths, queries, page)
     tokens, slots = int(queries.sum()), used.size
     if kind < 0.3:
         scores = rng.integers(0, 4, (tokens, int(lengths.max()))).astype(np.float32)
@@ -342,23 +342,22 @@ def latent(rng):
         inputs = {"query": numbers(tokens, heads, dim), "keys": numbers(*used.shape, dim)}
         return calls.Call("indexer_scores", inputs | {"weights": numbers(tokens, heads)} | places)
     format = one(rng, (None, None, None, None, "ds_mla", "ds_mla:p2", "ds_v4", "ds_v4:vllm"))
-    width, rope = (vectors.width_of(format), 64) if format else (dim + rope, rope)
-    pool = vectors.pool_of(numbers(*used.shape, width), used, format)
+    width, rope = (latent_calls.width_of(format), 64) if format else (dim + rope, rope)
+    pool = latent_calls.pool_of(numbers(*used.shape, width), used, format)
     if not format and rng.random() < 0.3:
         pool = {
             "latent": pool["latent"][..., :-rope].copy(),
             "rope_cache": pool["latent"][..., -rope:].copy(),
         }
     if kind < 0.6:
-        numbers_of = np.where(rng.random(tokens) < 0.2, -1, rng.permutation(slots)[:tokens])
+        slots = np.where(rng.random(tokens) < 0.2, -1, rng.permutation(slots)[:tokens])
         parts = {"latent": numbers(tokens, width - rope), "rope": numbers(tokens, rope)}
         pool["cache"] = pool.pop("latent")
-        return calls.Call("mla_append", parts | {"slot_mapping": numbers_of} | pool)
-    call = {"query": numbers(tokens, heads, width), "value_dim": min(width, 512)} | pool
-    call["softmax_scale"] = width**-0.5
+        return calls.Call("mla_append", parts | {"slot_mapping": slots} | pool)
+    call = {"query": numbers(tokens, heads, width), "softmax_scale": width**-0.5} | pool
+    call["value_dim"] = one(rng, (width - rope, min(width, 512)))
     if rng.random() < 0.4:
-        chosen = rng.integers(-2, slots + 2, (tokens, 7))
-        chosen[~used.reshape(-1)[np.clip(chosen, 0, slots - 1)]] = -1
+        chosen = rng.choice([-1, -2, slots, slots + 1, *4 * np.flatnonzero(used).tolist()], (tokens, 7))
         lens = {"index_lens": rng.integers(0, 8, tokens)}
         call |= {"indices": chosen} | often(rng, 0.5, lens, {})
     else:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvkit.reference import REFERENCE
-from kvkit.tools.vectors import calls as vectors
+from kvkit.tools.vectors import calls as pmx_calls
 from kvkit.tools.vectors import draws
 
 DTYPES, FLOATS = draws.DTYPES, tuple(draws.FP_TYPES)
@@ -163,7 +163,7 @@ def drawn(make, rng, formats, *how, dim=None, **more):
 
 
 def static(rng, formats, layout=0, batch=2, start=3, seqlen=2, **more):
-    return drawn(vectors.static_append, rng, formats, layout, batch, start, seqlen, **more)
+    return drawn(pmx_calls.static_append, rng, formats, layout, batch, start, seqlen, **more)
 
 
 def edges(page_size):
@@ -175,4 +175,4 @@ def edges(page_size):
 def dynamic(rng, formats, layout=0, mode=0, lengths=None, page_size=3, **more):
     lengths = edges(page_size) if lengths is None else lengths
     lengths = [lengths[i] for i in rng.permutation(len(lengths))]
-    return drawn(vectors.dynamic_append, rng, formats, layout, mode, lengths, page_size, **more)
+    return drawn(pmx_calls.dynamic_append, rng, formats, layout, mode, lengths, page_size, **more)

@@ -19,7 +19,7 @@ from kvkit.tools.vectors.draws import (
     Formats,
     normal,
     poison,
-    stored,
+    rows_and_scales,
     tokens,
 )
 from kvkit.typed import Array
@@ -27,14 +27,14 @@ from kvkit.typed import Array
 PastAndNew = Sequence[tuple[int, int]]  # (past, new) tokens of each sequence
 
 LAYERS, LAYER = 3, 1  # layers of a cache, and the one that a call may see
-NEW = "current_key", "current_value"
+NEW = "current_key", "current_value"  # names of new tokens
 MIXED_LENGTHS = ((0, 5), (40, 1), (3, 0), (0, 0), (7, 2), (0, 1), (1, 33))
 
 
 # Where rows lie
 
 
-def offsets(rng: Generator, lengths: PastAndNew) -> tuple[Array, int]:
+def row_offsets(rng: Generator, lengths: PastAndNew) -> tuple[Array, int]:
     """Return (`cachestarts` in any order with gaps, rows); one that only reads may share another's past."""
     starts, row = rng.choice(ANY_INDEX, len(lengths)), 1
     for b in rng.permutation(len(lengths)):
@@ -48,7 +48,7 @@ def offsets(rng: Generator, lengths: PastAndNew) -> tuple[Array, int]:
     return starts, max((int(s) + sum(n) for s, n in zip(starts, lengths, strict=True) if sum(n)), default=1)
 
 
-def pages(rng: Generator, lengths: PastAndNew, page_size: int) -> tuple[Array, int]:
+def paged_rows(rng: Generator, lengths: PastAndNew, page_size: int) -> tuple[Array, int]:
     """Return (`cachestarts` of scattered pages, rows): a shared prefix, and a last page that is cut short."""
     counts = [-(-sum(n) // page_size) for n in lengths]
     table = rng.choice(ANY_INDEX, (len(lengths), max(counts, default=0) + 2))
@@ -79,7 +79,7 @@ def cache_of(
     cache = poison(rng, (*shape, dim * (formats.bit or 8) // 8), DTYPES[formats.t2])
     scale = poison(rng, (*shape, dim // formats.group), DTYPES[formats.t3]) if formats.bit else None
     at = place(layout, l=LAYER, **used)
-    cache[at], scales = stored(rng, formats, (*cache[at].shape[:-1], dim), usual)
+    cache[at], scales = rows_and_scales(rng, formats, (*cache[at].shape[:-1], dim), usual)
     if scale is not None:
         scale[at] = scales
     return {"cache": cache, "scale": scale}
@@ -97,7 +97,9 @@ def static_append(
     used = {"b": np.repeat(np.arange(batch), past), "n": np.tile(np.arange(past), batch)}
     cache = cache_of(rng, formats, STATIC_LAYOUTS[layout], shape, used, usual)
     states = {name: tokens(rng, formats, (batch, seqlen, heads, dim), usual) for name in NEW}
-    return Call("key_value_cache", states | {"start_pos": past} | cache, options(formats, layout, repeat))
+    return Call(
+        "key_value_cache", states | {"start_pos": past} | cache, append_attributes(formats, layout, repeat)
+    )
 
 
 def dynamic_append(
@@ -105,7 +107,7 @@ def dynamic_append(
     page_size: int = 16, heads: int = 2, dim: int = 16, repeat: int = 1, usual: bool = False,
 ) -> Call:  # fmt: skip
     """Return a call of the dynamic `key_value_cache`; `usual` numbers are of a size that models write."""
-    starts, rows = pages(rng, lengths, page_size) if mode else offsets(rng, lengths)
+    starts, rows = paged_rows(rng, lengths, page_size) if mode else row_offsets(rng, lengths)
     used = [np.zeros(0, np.int64)]
     for start, (past, _) in zip(starts, lengths, strict=True):
         t = np.arange(past)
@@ -114,11 +116,11 @@ def dynamic_append(
     cache = cache_of(rng, formats, DYNAMIC_LAYOUTS[layout], shape, {"n": np.concatenate(used)}, usual)
     index = packed(lengths) | {"cachestarts": starts}
     states = {name: tokens(rng, formats, (index["seqstarts"][-1], heads, dim), usual) for name in NEW}
-    attributes = options(formats, layout, repeat) | {"cache_mode": mode, "page_size": page_size}
+    attributes = append_attributes(formats, layout, repeat) | {"cache_mode": mode, "page_size": page_size}
     return Call("dynamic_batching.key_value_cache", states | index | cache, attributes)
 
 
-def options(formats: Formats, layout: int, repeat: int) -> dict[str, Any]:
+def append_attributes(formats: Formats, layout: int, repeat: int) -> dict[str, Any]:
     """Return the attributes of an append."""
     return {
         "num_layer": LAYERS, "layer_idx": LAYER, "quant_bit": formats.bit, "quant_group": formats.group,
@@ -163,14 +165,19 @@ def dynamic_attention(
 
 
 def cache_attention(
-    rng: Generator, append: Call, heads: int, kv_heads: int | None = 2, decoding: int = 0, **more: Any
+    rng: Generator,
+    append: Call,
+    heads: int,
+    kv_heads: int | None = 2,
+    decoding: int | None = None,
+    **more: Any,
 ) -> Call:
     """Return a call of `multi_head_cache_attention` over what a call of `key_value_cache` appends."""
     dtype, (*outer, _, dim) = append["current_key"].dtype, append["current_key"].shape
     states = {name: normal(rng, append[name].shape, dtype) for name in NEW}
     inputs = {"query": normal(rng, (*outer, heads, dim), dtype)} | append.inputs | states
-    if "seqstarts" in inputs:
-        inputs["decoding_batches"] = decoding
+    if decoding is not None or "seqstarts" in inputs:
+        inputs["decoding_batches"] = decoding or 0
     attributes = append.attributes | head_sizes(heads, kv_heads, dim) | more
     del attributes["num_repeat"]
     operator = append.operator.replace("key_value_cache", "multi_head_cache_attention")
@@ -188,9 +195,9 @@ def head_sizes(heads: int, kv_heads: int | None, dim: int) -> dict[str, Any]:
 def mask_rows(rng: Generator, shape: tuple[int, ...], dtype: Any, share: float = 0.2) -> Array:
     """Return an additive mask of finite numbers and some -inf, or a boolean one."""
     hidden = rng.random(shape) < share
-    return (
-        ~hidden if dtype is bool else np.where(hidden, -np.inf, normal(rng, shape, np.float32)).astype(dtype)
-    )
+    if dtype is bool:
+        return ~hidden
+    return np.where(hidden, -np.inf, normal(rng, shape, np.float32)).astype(dtype)
 
 
 def any_mask(rng: Generator, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -200,11 +207,11 @@ def any_mask(rng: Generator, shape: tuple[int, ...], dtype: Any) -> Array:
 
 def static_mask(rng: Generator, call: Call, shape: tuple[int, ...], dtype: Any = None, pad: int = 0) -> Array:
     """Return a mask for a static call with these leading axes, and `pad` more columns that nothing reads."""
-    keys, dtype = context(call), dtype or call["query"].dtype
+    keys, dtype = context_length(call), dtype or call["query"].dtype
     return np.concatenate([mask_rows(rng, (*shape, keys), dtype), any_mask(rng, (*shape, pad), dtype)], -1)
 
 
-def context(call: Call) -> int:
+def context_length(call: Call) -> int:
     """Return the length of the contexts of a static call."""
     new = call["query"].shape[1]
     return call["key"].shape[1] if "key" in call.inputs else int(call["start_pos"]) + new

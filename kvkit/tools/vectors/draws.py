@@ -79,9 +79,14 @@ class Sizes:
         return tuple(int(length) for length in np.resize(lengths, self.batch))
 
 
+def dtype_of(name: Any) -> np.dtype[Any]:
+    """Return the dtype of a name of `DTYPES`, or of what numpy knows."""
+    return np.dtype(DTYPES.get(name, name))
+
+
 def normal(rng: Generator, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Return numbers of a standard normal distribution; the dtype may be a name of `DTYPES`."""
-    return rng.standard_normal(shape).astype(DTYPES.get(dtype, dtype))
+    """Return numbers of a standard normal distribution."""
+    return rng.standard_normal(shape).astype(dtype_of(dtype))
 
 
 def numbers(
@@ -98,7 +103,8 @@ def numbers(
     x[style == 1] = 0
     ties = rng.integers(-2 * most, 2 * most + 1, x.shape) / 2
     ties[:, rng.integers(group)] = most  # so the scale is a power of two, and others are halves between codes
-    x[style == 2] = (ties * 2.0 ** rng.integers(-9, 9, (len(x), 1)))[style == 2]
+    ties *= 2.0 ** rng.integers(-9, np.clip(np.log2(top / most) + 1, -8, 9), (len(x), 1))  # up to `top`
+    x[style == 2] = ties[style == 2]
     x[style == 3] = rng.integers(-3, 4, x.shape)[style == 3] * float(info.smallest_subnormal)
     x[style == 4] = (rng.uniform(-1, 1, x.shape) * top)[style == 4]
     x[style == 5] *= 2.0 ** rng.integers(-20, 12, x.shape)[style == 5]
@@ -108,30 +114,34 @@ def numbers(
 
 def any_bytes(rng: Generator, shape: tuple[int, ...], dtype: Any) -> Array:
     """Return elements of any bits."""
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    return rng.integers(0, 256, size, np.uint8).view(dtype).reshape(shape)
+    size = int(np.prod(shape)) * dtype_of(dtype).itemsize
+    return rng.integers(0, 256, size, np.uint8).view(dtype_of(dtype)).reshape(shape)
 
 
 def poison(rng: Generator, shape: tuple[int, ...], dtype: Any) -> Array:
     """Return contents that nothing may read: NaN and infinities, or any bytes."""
-    dtype = np.dtype(DTYPES.get(dtype, dtype))
-    if dtype.itemsize == 1:
+    if dtype_of(dtype).itemsize == 1:
         return any_bytes(rng, shape, dtype)
-    return rng.choice(NOT_FINITE, shape).astype(dtype)
+    return rng.choice(NOT_FINITE, shape).astype(dtype_of(dtype))
 
 
 def block_table(rng: Generator, lengths: Any, page: int, dtype: type = np.int64) -> tuple[Array, Array]:
     """Return (a table [B, M] of scattered blocks, which rows [blocks, page] hold a token).
 
-    Two blocks are of no sequence. Entries after the last block of a sequence are any numbers.
+    Some sequences begin with full blocks of another one; two blocks or more are of no sequence. Entries after
+    the last block of a sequence are any numbers.
     """
     counts = -(-np.asarray(lengths, np.int64) // page)
     ids, columns = rng.permutation(counts.sum() + 2), counts.max(initial=0) + rng.integers(0, 3)
     end = np.iinfo(dtype)
-    table: Array = rng.choice(np.clip(ANY_INDEX, end.min, end.max), (len(counts), columns)).astype(dtype)
+    unread = np.clip([len(ids), *ANY_INDEX], end.min, end.max)
+    table: Array = rng.choice(unread, (len(counts), columns)).astype(dtype)
     used = np.zeros((len(ids), page), bool)
-    for row, length, count in zip(table, lengths, counts, strict=True):
-        row[:count], ids = ids[:count], ids[count:]
+    for b, (row, length, count) in enumerate(zip(table, lengths, counts, strict=True)):
+        other = rng.integers(3 * b + 1)  # the sequence that shares its blocks, or none
+        shared = min(length, lengths[other]) // page if other < b else 0
+        row[:shared] = table[other, :shared] if shared else 0
+        row[shared:count], ids = ids[: count - shared], ids[count - shared :]
         at = np.arange(length)
         used[row[at // page], at % page] = True
     return table, used
@@ -148,7 +158,7 @@ def tokens(rng: Generator, formats: Formats, shape: tuple[int, ...], usual: bool
     return numbers(rng, shape, DTYPES[formats.t1], formats.group if formats.bit else 1, top, most)
 
 
-def stored(
+def rows_and_scales(
     rng: Generator, formats: Formats, shape: tuple[int, ...], usual: bool
 ) -> tuple[Array, Array | None]:
     """Return (rows of a cache, their scales) for tokens of a shape; two codes of four bits share a byte.

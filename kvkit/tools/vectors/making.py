@@ -159,7 +159,9 @@ def make(
 
 def case_of(folder: Path, name: str, call: Call, raw: bool) -> dict[str, Any]:
     """Write the files of a case; return its entry in the manifest."""
-    operator, inputs, attributes = call.operator, call.inputs, call.attributes
+    operator, attributes = call.operator, call.attributes
+    order = [array.name for array in OPERATORS[operator].inputs]
+    inputs = {each: call[each] for each in order if each in call.inputs} | call.inputs
     refused = name.endswith("-refused")
     arguments = {
         key: call_log.write_argument(folder, f"{name}/{key}", value, raw)

@@ -8,6 +8,7 @@ from numpy.random import Generator
 
 from kvkit.tools.vectors.calls import (
     cache_attention,
+    context_length,
     dynamic_append,
     dynamic_attention,
     dynamic_mask,
@@ -48,7 +49,15 @@ def dynamic(
     page, shape = sizes.page, (sizes.heads, sizes.dim)
     pasts = sizes.each(*(pasts or (page + 1, page, 2 * page, page - 1)))
     both = list(zip(pasts, sizes.each(*lengths), strict=True))
-    return dynamic_append(rng, formats_of(dtype, bits), layout, mode, both, page, *shape, usual=True)
+    append = dynamic_append(rng, formats_of(dtype, bits), layout, mode, both, page, *shape, usual=True)
+    return some_without_hints(rng, append)
+
+
+def some_without_hints(rng: Generator, call: Call) -> Call:
+    """Return a dynamic call; half of them do not say the largest lengths."""
+    if rng.random() < 0.5:
+        call.inputs |= {"max_seqlen": None, "max_kvlen": None}
+    return call
 
 
 def formats_of(dtype: str, bits: int) -> Formats:
@@ -68,7 +77,7 @@ def plain_attention(
         call.inputs["attn_mask"] = static_mask(rng, call, (heads, seqlen), bool)
     elif mask:
         call.inputs["attn_mask"] = static_mask(rng, call, (sizes.batch, 1, seqlen), pad=3)
-        call.inputs["attn_mask"][0, 0, 0] = -np.inf
+        call.inputs["attn_mask"][0, 0, 0, : context_length(call)] = -np.inf
     if sinks:
         call.inputs["sinks"] = normal(rng, (heads,), dtype)
     return call
@@ -78,13 +87,15 @@ def packed_attention(rng: Generator, sizes: Sizes, dtype: str = "fp32", groups: 
     """Return a call of the dynamic `multi_head_attention`."""
     lengths = list(zip(sizes.each(6, 0, 4, 3), sizes.each(1, 3, 0, 2), strict=True))
     types, heads = Formats(dtype, dtype), (groups * sizes.heads, sizes.heads)
-    return dynamic_attention(rng, types, lengths, *heads, sizes.dim, decoding=1, return_lse=True, **more)
+    call = dynamic_attention(rng, types, lengths, *heads, sizes.dim, decoding=1, return_lse=True, **more)
+    return some_without_hints(rng, call)
 
 
 def over_cache(rng: Generator, append: Call, **more: Any) -> Call:
     """Return a call of `multi_head_cache_attention` with two query heads for each of what is appended."""
     kv_heads = append["current_key"].shape[-2]
-    return cache_attention(rng, append, 2 * kv_heads, kv_heads, 1, return_lse=True, **more)
+    decoding = 1 if "seqstarts" in append.inputs else None
+    return cache_attention(rng, append, 2 * kv_heads, kv_heads, decoding, return_lse=True, **more)
 
 
 def masked(rng: Generator, call: Call) -> Call:

@@ -7,7 +7,17 @@ import numpy as np
 from numpy.random import Generator
 
 from kvkit.reference.ascend import KVHEAD, KVHEAD_ROPE, OMNI, compress_run
-from kvkit.tools.vectors.draws import FP_TYPES, NAN, Call, Sizes, any_bytes, block_table, normal, poison
+from kvkit.tools.vectors.draws import (
+    FP_TYPES,
+    NAN,
+    Call,
+    Sizes,
+    any_bytes,
+    block_table,
+    dtype_of,
+    normal,
+    poison,
+)
 from kvkit.typed import Array
 
 ATTENTION_CASES: dict[str, dict[str, Any]] = {  # {name: options of pool_attention}
@@ -21,29 +31,36 @@ COMPRESSION_MODES = {"kvhead": KVHEAD, "kvhead-rope": KVHEAD_ROPE, "omni": OMNI}
 
 def store(
     rng: Generator, dtypes: Sequence[Any], slots: Array, blocks: int, rows: int, heads: int,
-    dims: Sequence[int], cache_format: str = "ND", draw: Draw = any_bytes,
+    dims: Sequence[int], cache_format: str = "ND", draw: Draw = any_bytes, before: Draw = any_bytes,
 ) -> Call:  # fmt: skip
-    """Return a call of `reshape_and_cache` that stores keys, and values if they have a type."""
+    """Return a call of `reshape_and_cache` that stores keys, and values if they have a type.
+
+    `draw` makes the tokens, and `before` what is in the caches.
+    """
     inputs: dict[str, Any] = dict.fromkeys(("key", "value", "key_cache", "value_cache"))
     for side, dtype, dim in zip(("key", "value"), dtypes, dims, strict=False):
         inputs[side] = draw(rng, (len(slots), heads, dim), dtype)
-        n0 = 32 // np.dtype(dtype).itemsize
+        n0 = 32 // dtype_of(dtype).itemsize
         inner = (heads * dim // n0, rows, n0) if cache_format == "NZ" else (rows, heads, dim)
-        inputs[f"{side}_cache"] = draw(rng, (blocks, *inner), dtype)
+        inputs[f"{side}_cache"] = before(rng, (blocks, *inner), dtype)
     return Call("ascend.reshape_and_cache", inputs | {"slot_mapping": slots}, {"cache_format": cache_format})
 
 
 def store_compressed(
     rng: Generator, dtype: Any, mode: int, seq_lens: Array, rows: int, heads: int, dim: int, count: int = 2,
-    empty_window: str = "copy", draw: Draw = any_bytes,
+    empty_window: str = "copy", draw: Draw = any_bytes, edges: bool = False,
 ) -> Call:  # fmt: skip
-    """Return a call of `reshape_and_cache` that stores runs in any order, with gaps; dropped tokens are NaN.
+    """Return a call of `reshape_and_cache` that stores runs in any order, with gaps.
 
-    Some heads have no slot, and any numbers as their windows.
+    Some heads have no slot, and any numbers as their windows. Tokens of theirs and dropped ones are NaN, but
+    for bytes. With `edges` the first window is empty, the second head has no offset, and the last no slot.
     """
     lengths = np.repeat(seq_lens, heads)
     wins = rng.integers(0, lengths + 1)
     offsets = np.where(rng.random(len(wins)) < 0.2, -1, rng.integers(0, lengths - wins + 1))
+    hidden = rng.random(len(wins)) < 0.2
+    if edges:
+        wins[0], offsets[1], hidden = 0, -1, np.arange(len(wins)) == len(wins) - 1
     if mode != KVHEAD:
         wins[offsets == -1] = rng.choice([-5, 0, 3, 2**40], (offsets == -1).sum())
     made = [
@@ -55,7 +72,6 @@ def store_compressed(
         slots[i] = end + rng.integers(0, 3)
         end = slots[i] + len(made[i])
     blocks = max(1, -(-int(end) // rows)) + int(rng.integers(0, 2))
-    hidden = rng.random(len(wins)) < 0.2
     inputs: dict[str, Any] = dict.fromkeys(("key", "value", "key_cache", "value_cache"))
     starts = np.cumsum([0, *seq_lens])
     for side in ("key", "value")[:count]:
@@ -90,7 +106,7 @@ def block_attention(
         cache[used] = normal(rng, cache[used].shape, dtype)
         caches.append(cache)
     inputs = {"query": normal(rng, (batch, kv_heads * group, dim), dtype), "key_cache": caches[0]}
-    inputs |= {"value_cache": caches[1], "block_tables": table, "context_lens": np.array(lengths)}
+    inputs |= {"value_cache": caches[1], "block_tables": table, "context_lens": np.array(lengths, np.int64)}
     if razor:
         offset = poison(rng, used.shape, np.float32)
         offset[used] = rng.uniform(-3, 8, int(used.sum()))
@@ -115,10 +131,12 @@ def ascend_attention(
     table = np.where((table < 0) | (table >= blocks), -1, table)  # as engines fill them
     tables = {"block_tables": table, "context_lens": call["context_lens"]}
     call.inputs |= {name: array.astype(np.int32) for name, array in tables.items()}
+    if sinks:
+        call.inputs["sinks"] = call["sinks"].astype(FP_TYPES[dtype])
     return call
 
 
-def pages(rng: Generator, sizes: Sizes, dtype: str = "fp16") -> list[Array]:
+def page_pools(rng: Generator, sizes: Sizes, dtype: str = "fp16") -> list[Array]:
     """Return [key_cache, value_cache, block_tables, lengths]; rows without a token are not finite."""
     call = ascend_attention(rng, sizes, dtype)
     return [call[name] for name in ("key_cache", "value_cache", "block_tables", "context_lens")]
@@ -129,14 +147,14 @@ def store_tokens(rng: Generator, sizes: Sizes, dtype: str = "fp16", cache_format
     slots = rng.permutation(9 * sizes.page)[:7].astype(np.int32)
     slots[[1, 4]] = -1
     shape = 9, sizes.page, sizes.heads, [sizes.dim] * 2
-    call = store(rng, [FP_TYPES[dtype]] * 2, slots, *shape, cache_format, normal)
+    call = store(rng, [dtype] * 2, slots, *shape, cache_format, normal, poison)
     call["key"][4] = NAN
     return call
 
 
 def block_copy(rng: Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
     """Make a call that copies one block to two and one to one; NaN is moved as it is."""
-    key_cache, value_cache, *_ = pages(rng, sizes, dtype)
+    key_cache, value_cache, *_ = page_pools(rng, sizes, dtype)
     ids = rng.permutation(len(key_cache)).astype(np.int32)
     inputs = {"key_cache": key_cache, "value_cache": value_cache, "src": ids[:2], "dst": ids[2:5]}
     return Call("ascend.block_copy", inputs | {"cum_sum": np.array([2, 3], np.int32)})
@@ -154,9 +172,9 @@ def ascend(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
         yield f"store-nz-{dtype}", store_tokens(rng, sizes, dtype, "NZ")
         for name, mode in COMPRESSION_MODES.items():
             shape = np.array(sizes.each(6, 9, 5)), sizes.page, sizes.heads, -(-sizes.dim // 32) * 32
-            compressed = store_compressed(rng, FP_TYPES[dtype], mode, *shape, draw=normal)
+            compressed = store_compressed(rng, dtype, mode, *shape, draw=normal, edges=True)
             yield f"store-{name}-{dtype}", compressed
-        key_cache, value_cache, table, lengths = pages(rng, sizes, dtype)
+        key_cache, value_cache, table, lengths = page_pools(rng, sizes, dtype)
         inputs = {
             "key_cache": key_cache,
             "value_cache": value_cache,
@@ -223,7 +241,7 @@ def pool_append(rng: Generator, sizes: Sizes, dtype: str = "fp16", layout: str =
 
 def swap_blocks(rng: Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
     """Make a call that copies blocks to another cache, one of them twice."""
-    source, target, *_ = pages(rng, sizes, dtype)
+    source, target, *_ = page_pools(rng, sizes, dtype)
     ids = rng.permutation(len(source))[:3]
     inputs = {"source": source, "target": target, "pairs": np.stack([ids[[0, 1, 0]], ids], 1)}
     return Call("swap_blocks", inputs)

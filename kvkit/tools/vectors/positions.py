@@ -50,7 +50,7 @@ def dynamic_rotation(rng: Generator, sizes: Sizes, dtype: str = "fp32", **attrib
     return Call(name, inputs | {"max_seqlen": None}, attributes)
 
 
-def static_mask(rng: Generator, heads: int, dtype: str = "float32", mask: str | None = None) -> Call:
+def static_bias(rng: Generator, heads: int, dtype: str = "float32", mask: str | None = None) -> Call:
     """Return a call for three queries and seven keys; a mask of floats has two more columns, of NaN."""
     inputs: dict[str, Any] = {"seqlen_q": 3, "seqlen_kv": 7}
     if mask == "float":
@@ -59,13 +59,6 @@ def static_mask(rng: Generator, heads: int, dtype: str = "float32", mask: str | 
     elif mask == "bool":
         inputs["attn_mask"] = rng.random((heads, 3, 7)) < 0.6
     return Call("alibi_mask", inputs, {"num_heads": heads, "data_type": dtype})
-
-
-def dynamic_mask(rng: Generator, sizes: Sizes, heads: int, dtype: str = "float32") -> Call:
-    """Return a call for the mask of packed sequences."""
-    starts, kvstarts = (np.cumsum([0, *sizes.each(*each)]) for each in ((1, 3, 0, 2), (7, 3, 4, 2)))
-    inputs = {"seqstarts": starts, "kvstarts": kvstarts}
-    return Call("dynamic_batching.alibi_mask", inputs, {"num_heads": heads, "data_type": dtype})
 
 
 def positions(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
@@ -80,12 +73,13 @@ def positions(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
     yield "turn-by-tables", static_rotation(rng, sizes, given=True, interleaved=False)
     for heads in (1, 8, 6):
         yield f"alibi-slope-{heads}", Call("alibi_slope", {}, {"num_heads": heads})
+    starts, kvstarts = (np.cumsum([0, *sizes.each(*each)]) for each in ((1, 3, 0, 2), (7, 3, 4, 2)))
     for dtype in ("float32", "float16", "bfloat16"):
-        yield f"alibi-mask-{dtype}", static_mask(rng, 6, dtype)
-        yield f"alibi-mask-dynamic-{dtype}", dynamic_mask(rng, sizes, 6, dtype)
+        yield f"alibi-mask-{dtype}", static_bias(rng, 6, dtype)
+        packed = {"seqstarts": starts, "kvstarts": kvstarts}, {"num_heads": 6, "data_type": dtype}
+        yield f"alibi-mask-dynamic-{dtype}", Call("dynamic_batching.alibi_mask", *packed)
     for mask in ("float", "bool"):
-        yield f"alibi-mask-and-{mask}", static_mask(rng, 4, mask=mask)
-    starts = np.cumsum([0, *sizes.each(1, 3, 0, 2)])
+        yield f"alibi-mask-and-{mask}", static_bias(rng, 4, mask=mask)
     inputs: dict[str, Any] = {"sequences": np.zeros(starts[-1], np.int64), "seqstarts": starts}
     inputs |= {"start_pos": np.array(sizes.each(40, 0, 7, 11)), "max_seqlen": None}
     yield "position-index", Call("dynamic_batching.position_index", inputs)

@@ -37,7 +37,7 @@ def tokens_of(
     return arrays | {"g": g, "beta": rng.random((count, heads)).astype(np.float32)}
 
 
-def pool_of(
+def state_pool(
     rng: Generator, sizes: Sizes, groups: int, used: list[int], layout: str = "KV", kind: str = "fp32"
 ) -> Array:
     """Return a pool of states; slots of no sequence are NaN."""
@@ -68,7 +68,7 @@ def decode(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
     ) -> Call:
         tokens, slots = tokens_of(rng, sizes, sizes.batch, groups, dtype), slots_of(sizes)
         used = [slot for slot in slots.tolist() if slot >= 0]
-        tokens["state"] = pool_of(rng, sizes, groups, used, layout, state)
+        tokens["state"] = state_pool(rng, sizes, groups, used, layout, state)
         options = {"state_indices": slots, "norm": True, "state_layout": layout}
         return Call("gated_delta_step", tokens | options | more)
 
@@ -115,7 +115,7 @@ def prefill(rng: Generator, sizes: Sizes, channels: bool = False) -> Iterator[tu
     def prompt(dtype: str = "fp32", layout: str = "KV", state: bool = True, **more: Any) -> Call:
         tokens = tokens_of(rng, sizes, int(starts[-1]), groups, dtype, channels)
         slots = np.array([2, 0, 5, 3, 8, 6], np.int32)
-        pool = {"state": pool_of(rng, sizes, groups, slots.tolist(), layout), "state_indices": slots}
+        pool = {"state": state_pool(rng, sizes, groups, slots.tolist(), layout), "state_indices": slots}
         options = {"starts": starts, "norm": True, "state_layout": layout}
         return Call("gated_delta_rule", tokens | (pool if state else {}) | options | more)
 
@@ -144,7 +144,7 @@ def drafts(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
             name = f"{layout}-{'channels' if channels else 'heads'}"
             slots = np.arange(sizes.batch, dtype=np.int32)[::-1].copy()
             tokens = tokens_of(rng, sizes, int(starts[-1]), groups, channels=channels)
-            tokens["state"] = pool_of(rng, sizes, groups, slots.tolist(), layout)
+            tokens["state"] = state_pool(rng, sizes, groups, slots.tolist(), layout)
             tokens |= {"starts": starts, "state_indices": slots, "norm": True, "state_layout": layout}
             yield f"states-{name}", Call("gated_delta_rule", tokens, {"return_states": True})
             yield f"capsule-{name}", Call("gated_delta_rule", tokens, {"return_capsule": 4})
