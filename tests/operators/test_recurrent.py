@@ -13,9 +13,10 @@ import pytest
 import kvkit
 from kvkit.checks import index_tensors
 from kvkit.reference import recurrent as plain
+from kvkit.tools.vectors import recurrent
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-RULES = {"linear": (), "gated": ("g",), "delta": ("beta",), "gated_delta": ("g", "beta")}
+
 LAYOUTS = "KV", "VK"
 # Heads of q, of k and of v, dk and dv: shared keys, shared states, sizes that fill no vector.
 SIZES = (2, 2, 4, 32, 48), (4, 2, 2, 5, 7), (1, 1, 1, 16, 16), (2, 2, 4, 128, 128), (3, 3, 3, 20, 16)
@@ -33,16 +34,12 @@ def assert_near(got, expected, tolerance=2e-5):
 
 
 def tokens_of(rng, sizes, tokens, by_channel=False):
-    """Return q, k, v, g and beta; g is 0 for one head, and a token of another forgets all."""
-    queries, keys, heads, dk, dv = sizes
-    arrays = {name: rng.standard_normal((tokens, count, dim), np.float32)
-              for name, count, dim in (("q", queries, dk), ("k", keys, dk), ("v", heads, dv))}  # fmt: skip
-    g = -rng.exponential(0.5, (tokens, heads, dk) if by_channel else (tokens, heads)).astype(np.float32)
-    g[:, 0] = 0
-    if heads > 1:
-        g[tokens // 3 : tokens // 2, 1] = -60
-        g[2 * tokens // 3 :, -1][:1] = -np.inf
-    return arrays | {"g": g, "beta": rng.random((tokens, heads), np.float32)}
+    """Return q, k, v, g and beta; tokens of a head forget nearly all, and one all."""
+    arrays = recurrent.tokens_of(rng, sizes, tokens, by_channel)
+    if sizes[2] > 1:
+        arrays["g"][tokens // 3 : tokens // 2, 1] = -60
+        arrays["g"][2 * tokens // 3 :, -1][:1] = -np.inf
+    return arrays
 
 
 def pool_of(rng, sizes, slots, layout):
@@ -52,7 +49,9 @@ def pool_of(rng, sizes, slots, layout):
 
 
 def of_rule(tokens, rule):
-    return {name: array for name, array in tokens.items() if name in ("q", "k", "v", *RULES[rule])}
+    return {
+        name: array for name, array in tokens.items() if name in ("q", "k", "v", *recurrent.RULE_INPUTS[rule])
+    }
 
 
 # Vectors
@@ -138,7 +137,7 @@ def test_vectors_of_the_bounded_gate():
 def test_vectors_of_the_four_rules(rule, first, total):
     q, k, v, a, b, *gates = example(7, 2, 4)
     g, beta = kvkit.delta_gates(a, b, *gates)
-    more = {name: array for name, array in (("g", g), ("beta", beta)) if name in RULES[rule]}
+    more = {name: array for name, array in (("g", g), ("beta", beta)) if name in recurrent.RULE_INPUTS[rule]}
     out, _ = kvkit.gated_delta_rule(q, k, v, **more, norm=True, rule=rule)
     assert_near(out[6, 0], first, 1e-5)
     assert_near(out.sum(), total, 1e-5)
@@ -166,7 +165,7 @@ def test_vectors_of_the_convolution():
 def test_steps(sizes, layout, by_channel):
     rng = np.random.default_rng(0)
     tokens, pool = tokens_of(rng, sizes, 4, by_channel), pool_of(rng, sizes, 7, layout)
-    for rule, moves in itertools.product(RULES, (False, True)):
+    for rule, moves in itertools.product(recurrent.RULE_INPUTS, (False, True)):
         given = of_rule(tokens, rule)
         more = {"state_indices": [5, -1, 0, 3], "norm": True, "state_layout": layout, "rule": rule}
         more |= {"out_state_indices": np.int32([6, -1, 0, 2])} if moves else {}
@@ -191,7 +190,7 @@ def test_prompts(sizes, layout, by_channel):
     rng = np.random.default_rng(0)
     tokens, pool = tokens_of(rng, sizes, STARTS[-1], by_channel), pool_of(rng, sizes, 7, layout)
     more = {"starts": STARTS, "state_indices": [3, 1, -1, 0, 6], "norm": True, "state_layout": layout}
-    for rule in RULES if sizes == SIZES[0] else ("gated_delta",):
+    for rule in recurrent.RULE_INPUTS if sizes == SIZES[0] else ("gated_delta",):
         given, after = of_rule(tokens, rule), pool.astype(np.float64)
         expected, _ = plain.gated_delta_rule(**given, state=after, **more)
         for chunk in (1, 16, 50, 64, 256):

@@ -119,7 +119,7 @@ def latent_append(**more):
 def delta(name, by_channel=False, **more):
     """Return a call of the gated delta rule over 5 tokens, 2 key heads and 4 value heads, in a pool of 7."""
     rng = np.random.default_rng(1)
-    inputs = tokens_of(rng, Sizes(heads=2, dim=6), 5, channels=by_channel, value_dim=5)
+    inputs = tokens_of(rng, (2, 2, 4, 6, 5), 5, by_channel)
     inputs |= {"state": rng.random((7, 4, 6, 5), np.float32), "norm": True}
     return Call(name, inputs | {key: value for key, value in more.items() if value is not None})
 

@@ -24,17 +24,24 @@ WIDTH = 4  # taps of the convolution
 
 
 def tokens_of(
-    rng: Generator, sizes: Sizes, count: int, groups: int = 2, dtype: str = "fp32", channels: bool = False,
-    value_dim: int | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Return q, k, v, g and beta of tokens; a head has g = 0, and some tokens of another g = -60."""
-    kind, heads, dim = FP_TYPES[dtype], sizes.heads * groups, sizes.dim
-    arrays = {name: normal(rng, (count, sizes.heads, dim), kind) for name in "qk"}
-    arrays["v"] = normal(rng, (count, heads, value_dim or dim), kind)
-    g = -rng.exponential(0.5, (count, heads, dim) if channels else (count, heads)).astype(np.float32)
+    rng: Generator, sizes: Sequence[int], count: int, by_channel: bool = False, dtype: str = "fp32"
+) -> dict[str, Any]:
+    """Return q, k, v, g and beta of tokens; a head has g = 0, and some tokens of another g = -60.
+
+    `sizes` are the heads of q, k and v, and the elements of a key and of a value.
+    """
+    queries, keys, heads, key_dim, value_dim = sizes
+    shapes = {"q": (queries, key_dim), "k": (keys, key_dim), "v": (heads, value_dim)}
+    arrays = {name: normal(rng, (count, *shape), dtype) for name, shape in shapes.items()}
+    g = -rng.exponential(0.5, (count, heads, key_dim) if by_channel else (count, heads)).astype(np.float32)
     g[:, 0] = 0
     g[count // 2 :: 7, -1] = -60
     return arrays | {"g": g, "beta": rng.random((count, heads)).astype(np.float32)}
+
+
+def sizes_of(sizes: Sizes, groups: int) -> tuple[int, ...]:
+    """Return the sizes of tokens with `groups` value heads for a key head."""
+    return sizes.heads, sizes.heads, sizes.heads * groups, sizes.dim, sizes.dim
 
 
 def state_pool(
@@ -66,7 +73,7 @@ def decode(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
     def step(
         groups: int = 2, dtype: str = "fp32", layout: str = "KV", state: str = "fp32", **more: Any
     ) -> Call:
-        tokens, slots = tokens_of(rng, sizes, sizes.batch, groups, dtype), slots_of(sizes)
+        tokens, slots = tokens_of(rng, sizes_of(sizes, groups), sizes.batch, dtype=dtype), slots_of(sizes)
         used = [slot for slot in slots.tolist() if slot >= 0]
         tokens["state"] = state_pool(rng, sizes, groups, used, layout, state)
         options = {"state_indices": slots, "norm": True, "state_layout": layout}
@@ -113,7 +120,7 @@ def prefill(rng: Generator, sizes: Sizes, channels: bool = False) -> Iterator[tu
     groups = 1 if channels else 2
 
     def prompt(dtype: str = "fp32", layout: str = "KV", state: bool = True, **more: Any) -> Call:
-        tokens = tokens_of(rng, sizes, int(starts[-1]), groups, dtype, channels)
+        tokens = tokens_of(rng, sizes_of(sizes, groups), int(starts[-1]), channels, dtype)
         slots = np.array([2, 0, 5, 3, 8, 6], np.int32)
         pool = {"state": state_pool(rng, sizes, groups, slots.tolist(), layout), "state_indices": slots}
         options = {"starts": starts, "norm": True, "state_layout": layout}
@@ -143,7 +150,7 @@ def drafts(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
             groups = 1 if channels else 2
             name = f"{layout}-{'channels' if channels else 'heads'}"
             slots = np.arange(sizes.batch, dtype=np.int32)[::-1].copy()
-            tokens = tokens_of(rng, sizes, int(starts[-1]), groups, channels=channels)
+            tokens = tokens_of(rng, sizes_of(sizes, groups), int(starts[-1]), channels)
             tokens["state"] = state_pool(rng, sizes, groups, slots.tolist(), layout)
             tokens |= {"starts": starts, "state_indices": slots, "norm": True, "state_layout": layout}
             yield f"states-{name}", Call("gated_delta_rule", tokens, {"return_states": True})
