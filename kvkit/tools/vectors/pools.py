@@ -60,7 +60,7 @@ def store_compressed(
     offsets = np.where(rng.random(len(wins)) < 0.2, -1, rng.integers(0, lengths - wins + 1))
     hidden = rng.random(len(wins)) < 0.2
     if edges:
-        wins[0], offsets[1], hidden = 0, -1, np.arange(len(wins)) == len(wins) - 1
+        wins[0], offsets[:2], hidden = 0, (0, -1), np.arange(len(wins)) == len(wins) - 1
     if mode != KVHEAD:
         wins[offsets == -1] = rng.choice([-5, 0, 3, 2**40], (offsets == -1).sum())
     made = [
