@@ -167,7 +167,7 @@ def dynamic_pair(kind, mask):
     inputs |= {"seqstarts": i64([0, 1, 4]), "kvstarts": i64([0, 4, 9]), "max_seqlen": 3, "max_kvlen": 5}
     if kind == "dynamic_cache":
         inputs |= {"cachestarts": i64([0, 4]), "start_pos": i64(pasts)}
-    return Call(both[0].operator, inputs | {"attn_mask": mask}, both[0].attributes)
+    return Call(both[0].name, inputs | {"attn_mask": mask}, both[0].attributes)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "dynamic_cache"])

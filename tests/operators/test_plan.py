@@ -251,7 +251,7 @@ def test_wrong_after_right(case):
     call = legal("dynamic_cache")
     step, before = warmed(call), call.copy()
     message = error_of(attend, step, call, **WRONG_NOW[case])
-    assert message == error_of(scenes.Call(call.operator, call.inputs, call.attributes | WRONG_NOW[case]).run)
+    assert message == error_of(scenes.Call(call.name, call.inputs, call.attributes | WRONG_NOW[case]).run)
     assert_unchanged(call, before)
 
 

@@ -25,7 +25,7 @@ MIXED = [Formats("fp32", "fp16"), Formats("fp16", "bf16"), Formats("bf16", "fp32
 QUANTIZED = [f for f in scenes.QUANTIZED if f.group == 8]
 
 
-class Call(scenes.Arguments):
+class Call(scenes.Call):
     """Holds a call that attends."""
 
     @property
@@ -107,7 +107,7 @@ def assert_unchanged(call, before, cache=None, scale=None):
 
 
 def drawn(call):
-    return Call(call.operator, {"attn_mask": None} | call.inputs, call.attributes)
+    return Call(call.name, {"attn_mask": None} | call.inputs, call.attributes)
 
 
 def static(rng, formats=FP32, *how, **options):

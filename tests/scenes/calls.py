@@ -1,15 +1,13 @@
 """List a legal call of every operator, with all arguments that it may have."""
 
 import copy
-from dataclasses import dataclass
 
 import attention_scenes
-import backends
 import numpy as np
 import pytest
 import refusals
+from scenes import Call
 
-from kvkit.operators import OPERATORS
 from kvkit.reference.ascend import KVHEAD, KVHEAD_ROPE, OMNI
 from kvkit.tools.vectors import latent as latent_calls
 from kvkit.tools.vectors.compressed import compression
@@ -26,36 +24,9 @@ MODES = {
 }  # fmt: skip
 
 
-@dataclass
-class Call:
-    """Holds the arguments of one call of an operator, by name."""
-
-    name: str
-    inputs: dict
-
-    def __getitem__(self, name):
-        return self.inputs[name]
-
-    @property
-    def operator(self):
-        return OPERATORS[self.name]
-
-    def copy(self):
-        return copy.deepcopy(self)
-
-    def but(self, **changes):
-        return Call(self.name, self.inputs | changes)
-
-    def run(self, by=None, **more):
-        """Run the call by the backend, or by the package `by`; return its results."""
-        named = self.inputs | more
-        first = [named.pop(array.name, None) for array in self.operator.inputs if not array.keyword]
-        return self.operator.function((by or backends.operators).__name__)(*first, **named)
-
-
 def by_name(call, **more):
     """Return a call with its attributes among its inputs."""
-    return Call(call.operator, call.inputs | call.attributes | more)
+    return Call(call.name, call.inputs | call.attributes | more)
 
 
 def of_scene(kind, **choices):

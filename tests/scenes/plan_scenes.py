@@ -31,6 +31,9 @@ def append(step, call, **more):
 
 def run_by_plan(call, **more):
     """Run a call of an operator by a plan of its index tensors."""
-    given, names = {**call.inputs, **more}, (*STEPS, "decoding_batches", "max_seqlen", "max_kvlen", *PLANNED)
+    given, names = (
+        call.inputs | call.attributes | more,
+        (*STEPS, "decoding_batches", "max_seqlen", "max_kvlen", *PLANNED),
+    )
     step = plan(**{name: given.pop(name) for name in names if name in given})
     return getattr(step, call.name.rpartition(".")[2])(**given)

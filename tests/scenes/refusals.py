@@ -77,7 +77,7 @@ def refused(call, name, **more):
     given = [*call.inputs.values(), *(outputs if isinstance(outputs, (tuple, list)) else [outputs])]
     given = [array for array in given if isinstance(array, np.ndarray)]
     message = refuses(lambda: call.run(**more), name, *given)
-    if getattr(call, "name", "") in BY_PLAN and backends.name == "cpu":
+    if call.name in BY_PLAN and backends.name == "cpu":
         by_plan = refuses(lambda: plan_scenes.run_by_plan(call, **more), "", *given)
         # A plan's method asks its own checks whether exchanged axes would pass, which may say more or less.
         by_plan, plain = (re.split(r"; [\w ]+ looks? like \[", text)[0] for text in (by_plan, message))

@@ -3,12 +3,12 @@
 import copy
 import itertools
 from dataclasses import dataclass, replace
-from operator import attrgetter
 
 import backends
 import numpy as np
 import pytest
 
+from kvkit.operators import OPERATORS
 from kvkit.reference import REFERENCE
 from kvkit.tools.vectors import calls as pmx_calls
 from kvkit.tools.vectors import draws
@@ -50,35 +50,40 @@ QUICK_FORMATS = MOVED + QUICK_QUANTIZED + ODD_GROUPS
 ALL_FORMATS = QUICK_FORMATS + [formats for formats in QUANTIZED if formats not in QUICK_QUANTIZED]
 
 
-@dataclass
-class Arguments(draws.Call):
-    """Holds the arguments of one legal call."""
+class Call(draws.Call):
+    """Holds a legal call: its inputs, and its attributes apart or among them."""
+
+    @property
+    def operator(self):
+        return OPERATORS[self.name]
 
     @property
     def kind(self):
-        kind = "dynamic" if "dynamic" in self.operator else "static"
-        return f"{kind}_cache" if "cache_attention" in self.operator else kind
+        kind = "dynamic" if "dynamic" in self.name else "static"
+        return f"{kind}_cache" if "cache_attention" in self.name else kind
 
     def copy(self):
         return copy.deepcopy(self)
 
     def but(self, **changes):
-        """Return the call with some inputs or attributes replaced."""
-        inputs = {name: changes.pop(name, value) for name, value in self.inputs.items()}
-        return replace(self, inputs=inputs, attributes=self.attributes | changes)
+        """Return the call with some arguments replaced, or with more: attributes, if it has some apart."""
+        inputs = {n: value for n, value in changes.items() if n in self.inputs or not self.attributes}
+        attributes = {n: value for n, value in changes.items() if n not in inputs}
+        return replace(self, inputs=self.inputs | inputs, attributes=self.attributes | attributes)
 
     def run(self, by=None, **more):
         """Run the call by the backend, or by the package `by`; return its results."""
-        operator = attrgetter(self.operator)(by or backends.operators)
-        return operator(**self.inputs, **self.attributes, **more)
+        named = self.inputs | self.attributes | more
+        first = [named.pop(array.name, None) for array in self.operator.inputs if not array.keyword]
+        return self.operator.function((by or backends.operators).__name__)(*first, **named)
 
     def by_reference(self, **more):
         """Return the results of the reference, which changes the call's cache and scale."""
-        return REFERENCE[self.operator](**self.inputs, **self.attributes, **more)
+        return REFERENCE[self.name](**self.inputs, **self.attributes, **more)
 
 
 @dataclass
-class Scene(Arguments):
+class Scene(Call):
     """Holds a call that appends to a cache and loads it."""
 
     formats: Formats = None
@@ -159,7 +164,7 @@ def check(scene):
 
 def drawn(make, rng, formats, *how, dim=None, **more):
     call = make(rng, formats, *how, dim=dim or int(rng.choice(formats.dims)), **more)
-    return Scene(call.operator, call.inputs, call.attributes, formats)
+    return Scene(call.name, call.inputs, call.attributes, formats)
 
 
 def static(rng, formats, layout=0, batch=2, start=3, seqlen=2, **more):

@@ -180,8 +180,8 @@ def cache_attention(
         inputs["decoding_batches"] = decoding or 0
     attributes = append.attributes | head_sizes(heads, kv_heads, dim) | more
     del attributes["num_repeat"]
-    operator = append.operator.replace("key_value_cache", "multi_head_cache_attention")
-    return Call(operator, inputs, attributes)
+    name = append.name.replace("key_value_cache", "multi_head_cache_attention")
+    return Call(name, inputs, attributes)
 
 
 def head_sizes(heads: int, kv_heads: int | None, dim: int) -> dict[str, Any]:

@@ -22,9 +22,9 @@ NOT_FINITE = np.array([np.nan, np.inf, -np.inf], np.float32)
 
 @dataclass
 class Call:
-    """Holds a call of an operator."""
+    """Holds a call of an operator, which has a name."""
 
-    operator: str
+    name: str
     inputs: dict[str, Any]
     attributes: dict[str, Any] = field(default_factory=dict)
 

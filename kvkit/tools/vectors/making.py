@@ -138,8 +138,8 @@ def make(
     known: dict[str, None] = {}  # the operators of the suites, in order
     for suite in requested:
         for name, call in SUITES[suite](np.random.default_rng(seed), sizes):
-            known[call.operator] = None
-            if operator is None or call.operator == operator:
+            known[call.name] = None
+            if operator is None or call.name == operator:
                 cases.append(case_of(folder, name, call, raw))
                 if advance is not None:
                     advance(1)
@@ -159,7 +159,7 @@ def make(
 
 def case_of(folder: Path, name: str, call: Call, raw: bool) -> dict[str, Any]:
     """Write the files of a case; return its entry in the manifest."""
-    operator, attributes = call.operator, call.attributes
+    operator, attributes = call.name, call.attributes
     order = [array.name for array in OPERATORS[operator].inputs]
     inputs = {each: call[each] for each in order if each in call.inputs} | call.inputs
     refused = name.endswith("-refused")

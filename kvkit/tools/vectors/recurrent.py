@@ -64,7 +64,7 @@ def slots_of(sizes: Sizes) -> Array:
 def with_only(names: Sequence[str], call: Call) -> Call:
     """Return a call with these of g and beta, or none."""
     kept = {name: array for name, array in call.inputs.items() if name not in ("g", "beta") or name in names}
-    return Call(call.operator, kept)
+    return Call(call.name, kept)
 
 
 def decode(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
