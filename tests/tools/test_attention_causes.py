@@ -143,12 +143,14 @@ def test_mistakes_of_a_device(tmp_path, operator, change, cause):
                 array = np.asarray(results.get(name, right)).astype(dtype)
                 array = array if dtype.kind in "iuf" else array.view(f"u{dtype.itemsize}")
                 np.save(tmp_path / "results" / case["name"] / f"{name}.npy", array)
-    counts = Counter()
+    counts, words = Counter(), {}
+    for case in packs.manifest(tmp_path / "pack")["cases"]:
+        named = change(operator, packs.arguments(tmp_path / "pack", case)).get("softmax_scale")
+        words[case["name"]] = f"{cause} ({named:.3g} for" if named else cause  # near 1 / log(2) of its own
     for each in vectors.diff(tmp_path / "pack", tmp_path / "results").cases:
         if each.status == "failed":
             assert "attn_output: " in each.why, each.why
-            counts[next((name for name in (cause, "no cause") if name in each.why), each.why)] += 1
-    print(operator, counts)
+            counts[cause if words[each.case] in each.why else each.why] += 1
     assert counts[cause] >= 0.9 * counts.total()
 
 

@@ -168,11 +168,6 @@ def other_scale(trial: Trial) -> Guesses:
     tried = {scale: left_over(trial, attend(scale)) for scale in usual.values()}
     tried |= {each: left_over(trial, attend(each)) for each in own * 2.0 ** np.arange(-6, 7)}
     best = min(tried, key=lambda scale: tried[scale])
-    name = next((name for name, scale in usual.items() if scale == best), "")
-    named = f"{best:.4g}, {name} for {own:.4g}"
-    if name and (guesses := list(explains(trial, attend(best), named, bits=6))):
-        yield from guesses
-        return
     if tried[best] > 1:
         return
     found, got = best, trial.got.astype(np.float64)
@@ -189,8 +184,11 @@ def other_scale(trial: Trial) -> Guesses:
         found = float(np.clip(found * np.exp(shares), *sorted((best / 2, best * 2))))
         if abs(shares) < CLOSE:
             break
-    found = min((best, found), key=lambda scale: left_over(trial, attend(scale)))
-    words, bits = (f"{found:.4g}", 6) if found == best else (f"{found:.3g}", 24)
+    words, bits = f"{found:.3g}", 24
+    # A usual scale nearby explains narrow outputs nearly as well: it must do so but for roundings.
+    if tried[best] <= 2 * left_over(trial, attend(found)) + OF_DTYPE[trial.expected.dtype.name] ** 2 / 16:
+        name = next((f", {name}" for name, scale in usual.items() if scale == best), "")
+        found, words, bits = best, f"{best:.4g}{name}", 6
     yield from explains(trial, attend(found), f"{words} for {own:.4g}", bits)
 
 
